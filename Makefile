@@ -57,7 +57,7 @@ docs: .venv/dev
 # Ours, exact attention and published packages side by side (benchmarks/README.md). BENCH adds options, such as --resume.
 bench: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.bench --vs-peers --decode --lengths 64 128 256 512 1024 2048 4096 16384 \
-		--memory-lengths 1024 4096 16384 65536 --peers-to 4096 --budget 6000 --out out/bench $(BENCH)
+		--memory-lengths 1024 4096 16384 65536 --peers-to 4096 --patience 5 --out out/bench $(BENCH)
 	.venv-bench/bin/python benchmarks/keep.py out/bench/bench.json
 
 # On a machine with a GPU, with its own python ($(PYTHON)) and what that has installed.

@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="Also write the figures to this JSON file.")
     mechanisms = [
         "Softmax()", "LinearAttention()", "FavorPlus(num_features=64)", "Local(window=128)",
-        "Hybrid(near=Local(window=64), far=LearnedFeatures(num_features=32))",
+        "Hybrid(near=BlockLocal(block_size=64), far=LearnedFeatures(num_features=32))",
     ]  # fmt: skip
     parser.add_argument("--mechanisms", nargs="+", default=mechanisms)
     asked = parser.parse_args()

@@ -26,6 +26,7 @@ import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments import tasks
 from experiments.models import Model, ModelConfig
@@ -37,7 +38,6 @@ from experiments.train import (
     Outcome,
     TrainingSettings,
     add_options,
-    better,
     config_for,
     given,
     loss_of,
@@ -291,44 +291,48 @@ def table(study: Study) -> Table:
 
 def figure(study: Study) -> tuple[Figure, str]:
     """Curves, quality against the time of a step and, of language models, the loss by position; and a sentence."""
-    names = [name for name in study.meta["mechanisms"] if study.summary(name)]
-    positions = [name for name in names if study.by_position(name)]
-    picture = Figure(figsize=(13 if positions else 9.5, 4.6), layout="constrained")
+    means = {name: summary for name in study.meta["mechanisms"] if (summary := study.summary(name))}
+    positions, metric = [name for name in means if study.by_position(name)], study.meta["metric"]
+    width, longest = 13 if positions else 9.5, max((len(label(name)) for name in means), default=0)
+    columns = max(1, min(4, int(13 * width / (longest + 8))))  # of the legend
+    picture = Figure(figsize=(width, 4.2 + 0.2 * math.ceil((len(means) + 1) / columns)), layout="constrained")
     panels: list[Axes] = list(picture.subplots(1, 3 if positions else 2, squeeze=False).flat)
-    for axes in panels[:2]:
-        for value in study.meta["baselines"].values():
-            axes.axhline(value, color=PALE, linestyle=":", linewidth=1)
-        axes.set_ylabel(f"{study.meta['metric']} on the validation set")
-    for at, name in enumerate(names):
-        summary = study.summary(name)
-        assert summary is not None
-        colour = {EXACT: INK, ALONE: PALE}.get(name, COLOURS[at % len(COLOURS)])
-        style: dict[str, Any] = {"color": colour, "linestyle": "--" if at >= len(COLOURS) else "-", "linewidth": 1.4}
-        if points := study.curve(name):
-            panels[0].plot(list(points), list(points.values()), label=label(name), **style)
-        cost, spread = 1000 * summary.step_seconds, summary.spread or 0.0
-        panels[1].errorbar(cost, summary.mean, spread, marker="o", capsize=3, **style)
-        panels[1].annotate(label(name), (cost, summary.mean), (4, 4), textcoords="offset points", fontsize=7)
-        if name in positions:
-            found = study.by_position(name)
+    for at, (name, summary) in enumerate(means.items()):
+        style: dict[str, Any] = {"linewidth": 1.4, "linestyle": "--" if at >= len(COLOURS) else "-"}
+        style["color"] = {EXACT: INK, ALONE: PALE}.get(name, COLOURS[at % len(COLOURS)])
+        marker, points = "osD^vP*X"[at % 8], study.curve(name)
+        panels[0].plot(list(points), list(points.values()), marker=marker, markersize=4, markevery=0.2, **style)
+        spread, ends = summary.spread or 0.0, (summary.mean, 1 - summary.mean)  # of an accuracy, at 0 and at 1
+        bars = [[min(spread, end)] for end in ends] if metric == "accuracy" else spread
+        cost = 1000 * summary.step_seconds
+        panels[1].errorbar(cost, summary.mean, bars, marker=marker, markersize=7, capsize=3, label=label(name), **style)
+        if found := study.by_position(name):
             middles = [math.sqrt((first + 1) * (last + 1)) for first, last in found]
-            panels[2].plot(middles, list(found.values()), marker="o", markersize=3, **style)
+            panels[2].plot(middles, list(found.values()), marker=marker, markersize=4, **style)
+    for axes in panels[:2]:
+        for number, value in enumerate(study.meta["baselines"].values()):
+            word: dict[str, Any] = {"label": "baselines"} if axes is panels[1] and not number else {}
+            axes.axhline(value, color=PALE, linestyle=":", linewidth=1, zorder=0, **word)
+        axes.set_ylabel(f"{metric} on the validation set ({'higher' if metric == 'accuracy' else 'lower'} is better)")
+        axes.margins(y=0.08)
     panels[0].set_xlabel("minutes" if study.equal == "minutes" else "steps")
     panels[1].set_xlabel("milliseconds for a training step")
-    panels[1].set_xscale("log")
-    panels[1].margins(x=0.25)
+    costs = [1000 * summary.step_seconds for summary in means.values()]
+    if costs and max(costs) > 4 * min(costs):
+        panels[1].set_xscale("log")
+        panels[1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panels[1].xaxis.set_minor_formatter(NullFormatter())
+    panels[1].xaxis.set_major_formatter("{x:,g}")
+    panels[1].margins(x=0.15)
     if positions:
         panels[2].set_xscale("log", base=2)
+        panels[2].xaxis.set_major_formatter("{x:,g}")
         panels[2].set_xlabel("position in the context")
-        panels[2].set_ylabel(study.meta["metric"])
-    picture.legend(loc="outside lower center", ncols=3, fontsize=8)
-    best = None
-    for name in names:
-        mean = study.summary(name).mean  # type: ignore[union-attr]
-        if best is None or better(tasks.parse(study.meta["task"]), mean, best[0]):
-            best = (mean, name)
-    words = f"; the best mean is {label(best[1])}'s" if best else ""
-    return picture, f"{study.meta['metric']} of {len(names)} mechanisms on {study.meta['task']}{words}"
+        panels[2].set_ylabel(metric)
+    picture.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize=8)
+    pick = max if metric == "accuracy" else min
+    best = f"; the best mean is {label(pick(means, key=lambda name: means[name].mean))}'s" if means else ""
+    return picture, f"{metric} of {len(means)} mechanisms on {study.meta['task']}{best}"
 
 
 def main(arguments: list[str] | None = None) -> int:

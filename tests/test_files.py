@@ -116,3 +116,10 @@ def test_a_folder_that_was_locked_for_nothing_is_gone_again(tmp_path: Path) -> N
     with files.locked(tmp_path / "c" / "d"):
         (tmp_path / "c" / "file").touch()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "c", "file"]
+
+
+def test_a_folder_is_locked_by_one_at_a_time(tmp_path: Path) -> None:
+    with files.locked(tmp_path), pytest.raises(files.InUse, match=f"in use by process {os.getpid()}"):
+        files.locked(tmp_path).__enter__()
+    with files.locked(tmp_path):
+        pass

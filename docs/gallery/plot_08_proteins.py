@@ -66,7 +66,7 @@ def attention_map(model: Model) -> torch.Tensor:
 
 # %%
 # Exact attention as it was trained, two mechanisms that keep exact weights of near residues, two without any.
-names = ("Hybrid(near=Local(window=16))", "Local(window=16)", "FavorPlusPlus()", "FavorPlus()")
+names = ("Hybrid(near=BlockLocal(block_size=16))", "Local(window=16)", "FavorPlusPlus()", "FavorPlus()")
 models = {"Softmax()": original} | {name: with_mechanism(name) for name in names}
 with torch.inference_mode():
     logits = {name: model(inputs, key_mask=tokens != PAD)[asked] for name, model in models.items()}

@@ -71,7 +71,7 @@ CONTENDERS = (
     Contender("FAVOR+ 64, fixed", FAVOR.format(64)),
     Contender("FAVOR+ 512, fixed", FAVOR.format(512), sizes=HEAVY),
     Contender("learned features", "LearnedFeatures(num_features=64)"),
-    Contender("Hybrid", "Hybrid(near=Local(window=16), far=LearnedFeatures(num_features=64))"),
+    Contender("Hybrid", "Hybrid(near=BlockLocal(block_size=16), far=LearnedFeatures(num_features=64))"),
     Contender("Taylor of 16", "LinearAttention(feature_map=Taylor())", width=16),
     Contender("ABC", "ABC()"),
     Contender("window of 64", "Local(window=64)"),

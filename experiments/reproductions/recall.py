@@ -30,8 +30,8 @@ FAMILIES = {
     WINDOW: tuple(f"Local(window={w})" for w in (2, 4, 8, 16, 24)),
     LINEAR: ("LinearAttention()", *(f"LinearAttention(feature_map={m})" for m in ("DPFP()", "DPFP(nu=2)", "Taylor()"))),
     BOTH: (
-        *(f"Hybrid(near=Local(window={w}), far=LinearAttention())" for w in (4, 8)),
-        "Hybrid(near=Local(window=4), far=LinearAttention(feature_map=DPFP()))",
+        *(f"Hybrid(near=BlockLocal(block_size={w}), far=LinearAttention())" for w in (4, 8)),
+        "Hybrid(near=BlockLocal(block_size=4), far=LinearAttention(feature_map=DPFP()))",
     ),
     ALL: ("Softmax()",),
 }

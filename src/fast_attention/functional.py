@@ -85,7 +85,7 @@ def attention(
     lengths: Lengths | None = None,
     impl: Implementation = "auto",
     group: Any = None,
-    **gone: Never,
+    **others: Never,
 ) -> Tensor:
     """Attend with any mechanism that needs no learned weights.
 
@@ -128,7 +128,7 @@ def attention(
         Unsupported: The mechanism is a mixer, has learned weights, its traits deny what was asked, or no kernel serves.
         ValueError: No such mechanism, sizes that do not fit, or ``cu_seqlens`` that do not rise from 0 to L.
     """
-    refuse_keywords("attention", gone)
+    refuse_keywords("attention", others)
     mechanism = catalogue.parse(mechanism)
     if not isinstance(mechanism, Attention):
         raise Unsupported(f"{mechanism!r} mixes whole tokens and takes no queries: use TokenMixer or Bound")

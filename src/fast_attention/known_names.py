@@ -94,7 +94,7 @@ KNOWN = (
     Known("ViTDet, SAM, Segment Anything", "BlockLocal2d(64, 64, block_size=14)", False,
           "without its bias of relative positions; pad the image to whole blocks for its own borders"),
     Known("gpt-oss, learned sinks, attention sink logits", "Softmax(sinks=True)",
-          note="also Local, BlockLocal, BigBird, Selected, Local2d, Hybrid(near=Local(sinks=True))"),
+          note="also Local, BlockLocal, BigBird, Selected, Local2d, Hybrid(near=BlockLocal(sinks=True))"),
     Known("StreamingLLM, attention sinks", "Hybrid(first=4)", False,
           "exact first tokens and window too; what lies between is estimated, not dropped"),
     Known("Nystromformer", "Nystrom()", note="Nystromformer adds a depthwise convolution of the values to it"),
@@ -136,36 +136,45 @@ def known(text: str) -> Known | None:
     return _BY_NAME.get(name) or _BY_NAME.get(short)
 
 
-GONE = {  # public names and keywords of earlier versions
-    **{
-        name: f"fast_attention.mechanisms.{name}"
-        for name in (
-            "DotProduct",
-            "PositiveElu",
-            "PositiveExp",
-            "PositiveRelu",
-            "PositiveSoftplus",
-        )
-    },
-    **{name: f"fast_attention.nn.{name}" for name in ("ChunkedFeedForward", "Reversible", "ReversibleSequence")},
-    **{name: f"fast_attention.integrations.{name}" for name in ("Extension", "Report")},
-    "ConversionSettings": "fast_attention.conversion.ConversionSettings",
-    "Explanation": "fast_attention.explanation.Explanation",
-    "implementation": "fast_attention.functional.implementation",
+_MOVED = {
+    "mechanisms": "DotProduct PositiveElu PositiveExp PositiveRelu PositiveSoftplus",
+    "nn": "ChunkedFeedForward Reversible ReversibleSequence",
+    "integrations": "Extension Report",
+    "conversion": "ConversionSettings",
+    "explanation": "Explanation",
+    "functional": "implementation",
+}
+REMOVED = {  # public names and keywords of earlier versions
+    **{name: f"fast_attention.{room}.{name}" for room, names in _MOVED.items() for name in names.split()},
     "batch_invariant": "call one sequence at a time where last bits must not depend on the batch",
     "compile=": "torch.compile(model) takes its place",
+    "data": "experiments/data in a clone of the repository",
+    "tasks": "experiments/tasks.py in a clone of the repository",
+    "training": "experiments/train.py in a clone of the repository",
 }
 
 
-def gone(name: str) -> str:
+def replacement(name: str) -> str:
     """What took the place of a public name of earlier versions; empty for any other name."""
     if name in ("LARA", "Agent", "ABC"):
         return str(known(name))
-    return GONE.get(name, "")
+    return REMOVED.get(name, "")
+
+
+def refuse_changed(written: str) -> None:
+    """Raise a ``ValueError`` if expressions of an earlier version mean something else today.
+
+    ``Hybrid()`` without ``near`` was a sliding window of 64 keys; it is whole blocks now.
+    """
+    if re.search(r"Hybrid\((?!near=)", written):
+        raise ValueError(
+            "it names a Hybrid without near=, which was a sliding window, near=Local(window=64), and is gone; today it "
+            "means near=BlockLocal(). What would work: commit 02d9f59 of fast-attention, or a model converted anew"
+        )
 
 
 def refuse_keywords(owner: str, names: Iterable[str]) -> None:
     """Raise a ``TypeError`` for keywords that ``owner`` does not take; of one that is gone, say what took its place."""
     for name in names:
-        place = GONE.get(f"{name}=", "")
-        raise TypeError(f"{owner} got an unexpected keyword argument {name!r}" + (f": {place}" if place else ""))
+        instead = REMOVED.get(f"{name}=", "")
+        raise TypeError(f"{owner} got an unexpected keyword argument {name!r}" + (f": {instead}" if instead else ""))

@@ -12,7 +12,8 @@ from torch import Tensor
 from fast_attention.engine import dispatch
 from fast_attention.functional import aft_full, aft_local, aft_simple
 from fast_attention.mechanisms.aft import aft_full as full
-from fast_attention.mechanisms.aft import fast, fast_causal, fast_window
+from fast_attention.mechanisms.aft import aft_local as window
+from fast_attention.mechanisms.aft import fast, fast_causal
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 127, 129, 257, 1000]
 Call = Callable[..., Tensor]
@@ -76,7 +77,7 @@ def tensors(n: int, *, dtype: torch.dtype = torch.float64, keys: int | None = No
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks at lengths that a test can afford."""
     monkeypatch.setattr(fast, "NUMBERS", 12 * 64)
-    monkeypatch.setattr(fast_window, "NUMBERS", 1 << 10)
+    monkeypatch.setattr(window, "NUMBERS", 1 << 10)
     monkeypatch.setattr(full, "ROWS", 64)
     monkeypatch.setattr(fast, "SHORT", 0)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fast_attention import WKV, Bound, Shape, Unsupported
 from fast_attention.engine import dispatch
 from fast_attention.functional import wkv_attention
-from fast_attention.mechanisms.aft import fast, fast_wkv
+from fast_attention.mechanisms.aft import fast, wkv
 from tests.cases import qkv
 
 
@@ -47,7 +47,7 @@ def agree(length: int, masked: bool, dtype: torch.dtype, limit: float, path: str
     inputs, mask = drawn(length, dtype)
     q, k, v, log_decay, bonus = inputs
     with dispatch.recorded() as steps:
-        out = fast_wkv.causal(q, k, v, log_decay.exp(), bonus, mask[:, None] if masked else None)
+        out = wkv.causal(q, k, v, log_decay.exp(), bonus, mask[:, None] if masked else None)
     assert path in steps[0].path
     high = [x.detach().double().requires_grad_() for x in inputs]
     exact = by_token(high[0], high[1], high[2], high[3].exp(), high[4], mask if masked else None)
@@ -84,7 +84,7 @@ def test_nothing_overflows(what: str) -> None:
         bonus = 150 * bonus
     else:
         w = 300 * w
-    out = fast_wkv.causal(q, k, v, w, bonus, None)
+    out = wkv.causal(q, k, v, w, bonus, None)
     assert out.isfinite().all()
     t = torch.arange(70.0, dtype=torch.float64)
     scores = k.double()[..., None, :, :] - ((t[:, None] - 1 - t)[..., None] * w.double()[:, None])

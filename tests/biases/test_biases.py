@@ -61,7 +61,7 @@ def mechanisms(bias: Any) -> list[Any]:
 
 CASES = [m for bias in BIASES for m in mechanisms(bias)]
 CASES += [Hybrid(near=near, far=LearnedFeatures(num_features=5))
-          for near in (Local(window=20, bias=ALiBi()), BlockLocal(block_size=16, bias=ALiBi()))]  # fmt: skip
+          for near in (BlockLocal(block_size=20, bias=ALiBi()), BlockLocal(block_size=16, bias=ALiBi()))]  # fmt: skip
 
 
 def gradients(bound: Any, inputs: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -104,7 +104,7 @@ def test_a_bias_acts_beside_any_mask(is_causal: bool) -> None:
 
 @pytest.mark.parametrize("bias", BIASES, ids=repr)
 def test_decoding_knows_how_far_cached_keys_are(bias: Any) -> None:
-    near = [] if isinstance(bias, TransformerXL) else [Hybrid(near=Local(window=5, bias=bias)),
+    near = [] if isinstance(bias, TransformerXL) else [Hybrid(near=BlockLocal(block_size=5, bias=bias)),
                                                        Hybrid(near=BlockLocal(block_size=4, bias=bias))]  # fmt: skip
     for mechanism in (
         Softmax(bias=bias), Local(window=4, dilation=3, bias=bias), BlockLocal(block_size=6, bias=bias),
@@ -143,7 +143,7 @@ def test_traits_say_what_a_bias_changes() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Hybrid(near=Local(window=4, bias=TransformerXL()))", "near takes ALiBi"),
+        ("Hybrid(near=BlockLocal(block_size=4, bias=TransformerXL()))", "near takes ALiBi"),
         ("Local(bias=ALiBi(slopes=()))", "one number for each head"),
         ("Local(bias=T5Buckets(num_buckets=3))", "num_buckets must be at least 4"),
         ("Local(bias=T5Buckets(max_distance=8))", "max_distance must be at least 9"),

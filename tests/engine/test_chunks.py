@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fast_attention import catalogue
 from fast_attention.engine import chunks, dispatch, scan
-from fast_attention.mechanisms.dense import rectified
-from fast_attention.mechanisms.log_manhattan import fast_sorted
+from fast_attention.mechanisms.dense import relu
+from fast_attention.mechanisms.log_manhattan import sorting
 from tests.cases import qkv, some_keys
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 129, 257, 1000]
@@ -139,7 +139,7 @@ def test_long_sums_keep_their_digits() -> None:
 def test_sorted_passes_equal_the_plain_form(name: str, mask: bool, monkeypatch: Any) -> None:
     m: Any = catalogue.parse(name)
     for numbers in (1 << 18, 300):
-        monkeypatch.setattr(fast_sorted, "NUMBERS", numbers)
+        monkeypatch.setattr(sorting, "NUMBERS", numbers)
         for n in (2, 64, 129, 1000):
             seen = masked(n, mask)
             for is_causal in (False, True):
@@ -149,8 +149,8 @@ def test_sorted_passes_equal_the_plain_form(name: str, mask: bool, monkeypatch: 
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("name", RELUS)
 def test_relu_tiles_equal_the_plain_form(name: str, mask: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(rectified, "QUERIES", 16)
-    monkeypatch.setattr(rectified, "KEYS", 24)
+    monkeypatch.setattr(relu, "QUERIES", 16)
+    monkeypatch.setattr(relu, "KEYS", 24)
     m: Any = catalogue.parse(name)
     for length, keys in ((2, 2), (15, 17), (64, 64), (129, 65), (65, 129), (200, 200)):
         seen = masked(keys, mask)

@@ -22,7 +22,7 @@ SUNK = [
     "BlockLocal2d(width=10, block_size=4, shift=1, sinks=True)",
 ]
 HYBRIDS = [
-    "Hybrid(near=Local(window=9, sinks=True), far=FavorPlus(num_features=8))",
+    "Hybrid(near=BlockLocal(block_size=9, sinks=True), far=FavorPlus(num_features=8))",
     "Hybrid(near=BlockLocal(block_size=8, bias=ALiBi(), sinks=True), far=LearnedFeatures(num_features=8))",
     "Hybrid(near=Selected(block_size=8, topk=3, sinks=True), far=FavorPlus(num_features=8))",
 ]

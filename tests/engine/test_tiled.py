@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import tiled
-from fast_attention.engine.tiling import Blocks, Span, Tile, Tiling
+from fast_attention.engine.tiled import Blocks, Span, Tile, Tiling
 
 LENGTH, ROWS = 20, 4
 

@@ -115,7 +115,7 @@ def test_damaged_models_are_refused(what: str, tmp_path: Path) -> None:
     elif what == "setting":
         config.write_text(json.dumps({**held, "heads": 4}))
     elif what == "newer":
-        config.write_text(json.dumps({**held, "format": "fast-attention model 2", "version": "9"}))
+        config.write_text(json.dumps({**held, "format": "fast-attention model 99", "version": "9"}))
     else:
         config.unlink()
     said = {"missing": "holds no model", "newer": "was written by fast-attention 9"}.get(what, "holds no sound model")

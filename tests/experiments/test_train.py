@@ -66,7 +66,7 @@ def test_losses_are_those_of_the_records() -> None:
     assert next(x for x in lines[::-1] if "loss" in x)["loss"] == pytest.approx(2.3714, abs=2e-2)
 
 
-def test_the_settings_decide_the_losses(tmp_path: Path) -> None:
+def test_the_settings_decide_the_losses() -> None:
     first: dict[str, float] = {}
     for name, changed in {
         "plain": {}, "seed": {"seed": 1}, "order": {"order": 1}, "lr": {"lr": 1e-2}, "clip": {"clip": 1e-4},

@@ -60,6 +60,6 @@ FAULTS = [
           "tests/lab/test_texts.py -k 'no_text and bomb'"),
     Fault("transformers does not know swapped models", "lab/loading.py", 'for part in ("attention", "loading"):', "for part in ():",
           "tests/lab/test_loading.py -k fresh_process"),
-    Fault("a gone command is unknown", "lab/command_line.py", "if word in GONE]:", "if word in ()]:",
+    Fault("a gone command is unknown", "lab/command_line.py", "if word in REMOVED]:", "if word in ()]:",
           "tests/lab/test_cli.py -k 'bad_input and train'"),
 ]  # fmt: skip

@@ -3,9 +3,9 @@
 from tests.faults.fault import ORACLE, Fault
 
 FAULTS = [
-    Fault("the sorted form forgets what lies above", "mechanisms/log_manhattan/fast_sorted.py", ".sub_(count[..., -1:] / 2)",
+    Fault("the sorted form forgets what lies above", "mechanisms/log_manhattan/sorting.py", ".sub_(count[..., -1:] / 2)",
           "", ORACLE + "Manhattan"),
-    Fault("the slope of the sorted form takes the values' part alone", "mechanisms/log_manhattan/fast_sorted.py",
+    Fault("the slope of the sorted form takes the values' part alone", "mechanisms/log_manhattan/sorting.py",
           "slope.addcmul_(xo, d_slope)", "slope", "tests/engine/test_chunks.py -k sorted"),
     Fault("log attention forgets that keys have gradients of their scores too", "mechanisms/log_manhattan/log_attention.py",
           ".add_(d_scores)", "", "tests/engine/test_chunks.py -k plain"),

@@ -84,7 +84,7 @@ def test_sums_that_would_overflow(text: str, length: int, high: float, is_causal
 @fuzz(
     "an enormous future",
     examples=25,
-    text=st.sampled_from([*POSITIVE, *HOMOGENEOUS, "Favor(num_features=8)", "Hybrid(near=Local(window=3))"]),
+    text=st.sampled_from([*POSITIVE, *HOMOGENEOUS, "Favor(num_features=8)", "Hybrid(near=BlockLocal(block_size=3))"]),
     length=st.integers(2, 150),
     value=st.sampled_from([1e10, 1e15, 1e19, -1e19]),
     which=st.integers(1, 2),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fast_attention import BlockLocal, FavorPlus, Hybrid, LearnedFeatures, LinearAttention, Local
+from fast_attention import BlockLocal, FavorPlus, Hybrid, LearnedFeatures, LinearAttention
 from fast_attention.engine import dispatch
 from fast_attention.functional import implementation
 from fast_attention.gpu import flex, self_check
@@ -22,10 +22,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
 ]
 MECHANISMS = [
-    Hybrid(near=Local(window=20), far=FavorPlus(num_features=8)),
-    Hybrid(near=Local(window=20, scale=0.2), far=LinearAttention(), first=2, last=0),
+    Hybrid(near=BlockLocal(block_size=20), far=FavorPlus(num_features=8)),
+    Hybrid(near=BlockLocal(block_size=20, scale=0.2), far=LinearAttention(), first=2, last=0),
     Hybrid(near=BlockLocal(block_size=32), far=LearnedFeatures(num_features=8)),
-    Hybrid(near=Local(window=20, sinks=True), far=FavorPlus(num_features=8), first=0),
+    Hybrid(near=BlockLocal(block_size=20, sinks=True), far=FavorPlus(num_features=8), first=0),
 ]
 
 

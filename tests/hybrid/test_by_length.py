@@ -16,7 +16,7 @@ from fast_attention.engine.kv_cache import KVCache
 from tests.cases import bind, qkv, some_keys, uncached
 
 LONGS = [
-    "LinearAttention()", "Local(window=2)", "BlockLocal(block_size=4)", "Hybrid(near=Local(window=2))",
+    "LinearAttention()", "Local(window=2)", "BlockLocal(block_size=4)", "Hybrid(near=BlockLocal(block_size=2))",
     "LSH(bucket_size=4)", "Manhattan()", "DecayedLinearAttention()", "FavorPlus(num_features=5)", "AFTConv()",
     "Sinkhorn(block_size=4)", "MixtureSynthesizer()", "ByLength(long=LinearAttention(), above=13)",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Hybrid: a window and its linear remainder under one normaliser; blocks, special cases, states, refusals."""
+"""Hybrid: near blocks and a linear remainder under one normaliser; special cases, states, refusals."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import BlockLocal, Bound, Hybrid, LinearAttention, Local, Shape, attention, catalogue, explain
+from fast_attention import BlockLocal, Bound, Hybrid, LinearAttention, Shape, attention, catalogue, explain
 from fast_attention.engine import dispatch
 from fast_attention.engine.masks import masked_softmax
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.features import Custom, Exp, Quadratic
 from fast_attention.feature_maps.random_features import positive
-from fast_attention.mechanisms.hybrid import call, fast, positions, reference
+from fast_attention.mechanisms.hybrid import fast, positions, reference
 from fast_attention.mechanisms.linear.kernelised import token_features
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.oracles import ORACLES
@@ -45,10 +45,8 @@ def expected(m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int = 1) -> None:
-    """Chunks of ``tokens`` tokens of all heads, one block at least; nothing is short, no features are held."""
+    """Chunks of ``tokens`` tokens of all heads, one block at least."""
     monkeypatch.setattr(positions, "CHUNK_TOKENS", tokens)
-    monkeypatch.setattr(positions, "SHORT", 0)
-    monkeypatch.setattr(call, "FEW", 0)
     monkeypatch.setattr(positions, "FEW", 0)
 
 
@@ -59,14 +57,12 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int = 1) -> None:
 def test_chunks_of_blocks_are_alike(heads: int, length: int, sizes: list[int]) -> None:
     """As many tokens as are allowed or a quarter more, rather than a small rest; one block at least."""
     x = torch.empty(1, heads, length, 1)
-    plan = positions.Plan.of_blocks(length, 64, 1, 1, is_causal=False, start=0)
+    plan = positions.Plan.of(length, 64, 1, 1, is_causal=False, start=0)
     assert [chunk.number for chunk in plan.key_chunks(x, x)] == sizes
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 5])
-@pytest.mark.parametrize("mechanism", [*VARIANTS[1:4], *VARIANTS[-2:]], ids=repr)
-def test_many_blocks_agree_with_the_oracle(mechanism: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(positions, "BLOCK", block)
+@pytest.mark.parametrize("mechanism", [*VARIANTS[1:5], *VARIANTS[-4:]], ids=repr)
+def test_many_blocks_agree_with_the_oracle(mechanism: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     in_chunks(monkeypatch)
     bound = bind(mechanism)
     for length, keys in ((13, 13), (5, 12), (12, 5)):
@@ -90,25 +86,18 @@ def dense(bound: Bound, q: Tensor, k: Tensor, v: Tensor, near: Tensor, visible: 
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("near", ["Local(window=64)", "Local(window=(10, 70))", "Local(window=(100, 3))", *BLOCKS])
-@pytest.mark.parametrize("tokens", [2**13, 200, 0])
+@pytest.mark.parametrize("near", BLOCKS)
+@pytest.mark.parametrize("tokens", [2**13, 200])
 def test_long_sequences_are_the_dense_definition(
     near: str, tokens: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one chunk, in chunks of several blocks and, with ``tokens`` 0, all keys in one span; some keys masked."""
-    if tokens:
-        in_chunks(monkeypatch, tokens)
-    else:
-        monkeypatch.setattr(positions, "SHORT", 1000)
+    """In one chunk, and in chunks of several blocks; some keys masked."""
+    in_chunks(monkeypatch, tokens)
     n, bound = 333, bind(f"Hybrid(near={near}, far=LearnedFeatures(num_features=6), first=2, last=3)")
     m, mask = bound.mechanism.near, torch.ones(1, n, dtype=torch.bool)
     i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
-    if isinstance(m, BlockLocal):
-        around = (j // m.block_size - i // m.block_size >= -m.before) & (
-            j // m.block_size - i // m.block_size <= m.after
-        )
-    else:
-        around = (j >= i - m.sides[0]) & (j <= i + m.sides[1])
+    apart = j // m.block_size - i // m.block_size
+    around = (apart >= -m.before) & (apart <= m.after)
     for masked in (False, True):
         q, k, v = (x.requires_grad_() for x in qkv(n, batch=1))
         mask[:, [0, 5, 100, 101, n - 2]] = not masked
@@ -121,10 +110,9 @@ def test_long_sequences_are_the_dense_definition(
 
 
 @pytest.mark.parametrize("far", ["FavorPlus(num_features=5)", "LearnedFeatures(num_features=6)", "LinearAttention()"])
-@pytest.mark.parametrize("near", ["Local(window=(3, 6))", "BlockLocal(block_size=4)"])
+@pytest.mark.parametrize("near", ["BlockLocal(block_size=4)", "BlockLocal(block_size=3, after=2)"])
 def test_chunks_are_the_plain_form(near: str, far: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, gradients and gradients of gradients: what is differentiated twice takes the plain form."""
-    monkeypatch.setattr(positions, "BLOCK", 8)
     in_chunks(monkeypatch)
     bound = bind(f"Hybrid(near={near}, far={far}, first=2)")
     for is_causal in (False, True):
@@ -171,7 +159,7 @@ class Gated(FeatureMap):
 
 
 def test_a_parameter_of_scales_gets_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound, (q, k, v) = Bound(Hybrid(near=Local(window=5), far=LinearAttention(Gated())), Shape(2, 8)), qkv(80)
+    bound, (q, k, v) = Bound(Hybrid(near=BlockLocal(block_size=5), far=LinearAttention(Gated())), Shape(2, 8)), qkv(80)
     found = []
     for chunks in (False, True):
         if chunks:
@@ -185,7 +173,7 @@ def test_parameters_inside_a_users_map_get_their_gradient() -> None:
     """They are no weights of the mechanism's: only the plain form, which autograd follows, can reach them."""
     inside = torch.nn.Linear(8, 5).double()
     far = LinearAttention(feature_map=Custom(lambda x: inside(x).exp()))
-    bound = Bound(Hybrid(near=Local(window=5), far=far), Shape(2, 8))
+    bound = Bound(Hybrid(near=BlockLocal(block_size=5), far=far), Shape(2, 8))
     q, k, v = (x.requires_grad_() for x in qkv(80))
 
     def run(bias: Tensor) -> Tensor:
@@ -204,7 +192,7 @@ def test_parameters_inside_a_users_map_get_their_gradient() -> None:
 
 def test_a_training_step_keeps_sums_and_no_scores() -> None:
     """Beside inputs, mask and output only the sums of every 64 keys: a seventh of q for eight features."""
-    bound = bind("Hybrid(near=Local(window=64), far=LearnedFeatures(num_features=4))", dtype=torch.float32)
+    bound = bind("Hybrid(near=BlockLocal(block_size=64), far=LearnedFeatures(num_features=4))", dtype=torch.float32)
     q, k, v = (x.requires_grad_() for x in qkv(4096, dtype=torch.float32))
     held: list[Tensor] = []
 
@@ -222,7 +210,7 @@ def test_a_training_step_keeps_sums_and_no_scores() -> None:
 @pytest.mark.parametrize("queries", [1, 3, 70])
 def test_few_queries_of_many_keys_keep_few_sums(queries: int, is_causal: bool) -> None:
     """Blocks of keys are as large as ever: the outputs are the last ones of all queries, and little is kept."""
-    n, bound = 500, bind("Hybrid(near=Local(window=16), far=LearnedFeatures(num_features=4))")
+    n, bound = 500, bind("Hybrid(near=BlockLocal(block_size=16), far=LearnedFeatures(num_features=4))")
     q, k, v = (x.requires_grad_() for x in qkv(n))
     all_of_them = bound(q, k, v, is_causal=is_causal)[..., n - queries :, :]
     held: list[Tensor] = []
@@ -233,29 +221,21 @@ def test_few_queries_of_many_keys_keep_few_sums(queries: int, is_causal: bool) -
     assert sum(storages.values()) < 5 * q.numel() * 8
 
 
-def test_a_window_over_everything_is_softmax() -> None:
-    q, k, v = qkv(40, dtype=torch.float32)
-    mask = some_keys(2, 40)
-    for is_causal in (False, True):
-        ours = attention(q, k, v, "Hybrid(near=Local(window=39))", is_causal=is_causal, key_mask=mask)
-        assert torch.equal(ours, attention(q, k, v, "Softmax", is_causal=is_causal, key_mask=mask))
-    assert "covers everything" in str(explain("Hybrid(near=Local(window=39))", q, k, v))
-    assert "sums of features" in str(explain("Hybrid(near=Local(window=38))", q, k, v))
-
-
 def test_a_window_over_all_but_one_pair_is_nearly_softmax() -> None:
     """The first query and the last key alone are far from each other, and sink tokens make them near."""
     q, k, v = qkv(40)
     exact = attention(q, k, v, "Softmax")
-    torch.testing.assert_close(attention(q, k, v, "Hybrid(near=Local(window=38))"), exact, rtol=1e-10, atol=1e-10)
-    far = attention(q, k, v, "Hybrid(near=Local(window=38), first=0, last=0)")
+    torch.testing.assert_close(
+        attention(q, k, v, "Hybrid(near=BlockLocal(block_size=1, before=38, after=38))"), exact, rtol=1e-10, atol=1e-10
+    )
+    far = attention(q, k, v, "Hybrid(near=BlockLocal(block_size=1, before=38, after=38), first=0, last=0)")
     torch.testing.assert_close(far[..., 1:-1, :], exact[..., 1:-1, :], rtol=1e-10, atol=1e-10)
     assert (far - exact)[..., 0, :].abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("text", ["FavorPlus(num_features=9)", "LinearAttention(eps=0.0)", "LearnedFeatures()"])
 def test_queries_beyond_every_window_get_the_far_mechanism(text: str) -> None:
-    bound = bind(f"Hybrid(near=Local(window=2), far={text}, first=0, last=0)")
+    bound = bind(f"Hybrid(near=BlockLocal(block_size=2), far={text}, first=0, last=0)")
     alone = Bound(text, bound.shape).double()
     alone.load_state_dict(bound.state_dict())
     q, k, v = qkv(90, 20)  # aligned to the bottom right: the first 68 queries stand more than 2 before the first key
@@ -268,16 +248,15 @@ def test_many_features_come_near_softmax() -> None:
     q, k, v = qkv(200, scale=0.5)
     exact, errors = attention(q, k, v, "Softmax"), []
     for features in (16, 4096):
-        text = f"Hybrid(near=Local(window=10), far=FavorPlus(num_features={features}))"
+        text = f"Hybrid(near=BlockLocal(block_size=10), far=FavorPlus(num_features={features}))"
         errors.append((attention(q, k, v, text) - exact).square().mean().item())
     assert errors[1] < errors[0] / 30
     assert errors[1] < 3e-3 * exact.square().mean()
 
 
 @pytest.mark.parametrize("far", ["FavorPlus(num_features=16)", "LearnedFeatures(num_features=16)"])
-@pytest.mark.parametrize("near", ["Local(window=8)", "BlockLocal(block_size=8)"])
-def test_logits_of_hundreds_stay_finite(far: str, near: str) -> None:
-    bound = bind(f"Hybrid(near={near}, far={far})", dtype=torch.float32)
+def test_logits_of_hundreds_stay_finite(far: str) -> None:
+    bound = bind(f"Hybrid(near=BlockLocal(block_size=8), far={far})", dtype=torch.float32)
     for is_causal in (False, True):
         q, k, v = (x.requires_grad_() for x in qkv(300, dtype=torch.float32, scale=15.0))
         assert (q @ k.mT * 8**-0.5).max() > 500
@@ -296,11 +275,11 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-@pytest.mark.parametrize("near", [Local(window=64), BlockLocal()])
-def test_a_kernel_that_rounds_below_zero_gives_numbers(near: Any, path: str) -> None:
+@pytest.mark.usefixtures("path")
+def test_a_kernel_that_rounds_below_zero_gives_numbers() -> None:
     """``(1 + s)^2`` from features of order two: about -1e-8 near s = -1."""
     far = LinearAttention(feature_map=Quadratic())
-    bound, (q, k, v) = Bound(Hybrid(near=near, far=far), Shape(2, 8)), qkv(1000, dtype=torch.float32)
+    bound, (q, k, v) = Bound(Hybrid(near=BlockLocal(), far=far), Shape(2, 8)), qkv(1000, dtype=torch.float32)
     assert (Quadratic()(q) @ Quadratic()(k).mT).min() < 0
     for is_causal in (False, True):
         with torch.no_grad():
@@ -312,7 +291,8 @@ def test_a_kernel_that_rounds_below_zero_gives_numbers(near: Any, path: str) -> 
 def test_small_sums_have_finite_gradients(size: float, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The far keys alone are seen, and their sum is far below one."""
     in_chunks(monkeypatch)
-    bound = bind("Hybrid(near=Local(window=0), far=LinearAttention(feature_map=Relu()), first=0, last=0)", 1, 4)
+    near = "BlockLocal(block_size=1, before=0, after=0)"
+    bound = bind(f"Hybrid(near={near}, far=LinearAttention(feature_map=Relu()), first=0, last=0)", 1, 4)
     q, k = (torch.full((1, 1, n, 4), size, requires_grad=True) for n in (100, 1))
     v = torch.ones(1, 1, 1, 4, requires_grad=True)
     out = bound(q, k, v)[..., :1, :]
@@ -323,7 +303,7 @@ def test_small_sums_have_finite_gradients(size: float, path: str, monkeypatch: p
 def test_keys_of_very_different_size_keep_their_weights() -> None:
     """The key before the second query has e^-150 of the features of the one behind it: no scale serves both."""
     far = LinearAttention(feature_map=Exp())
-    bound = Bound(Hybrid(near=Local(window=0), far=far, first=0, last=0), Shape(1, 1))
+    bound = Bound(Hybrid(near=BlockLocal(block_size=1, before=0, after=0), far=far, first=0, last=0), Shape(1, 1))
     q, v = torch.ones(1, 1, 3, 1), torch.tensor([1.0, 2.0, 3.0]).view(1, 1, 3, 1).requires_grad_()
     k = torch.tensor([-100.0, -100.0, 50.0]).view(1, 1, 3, 1).requires_grad_()
     weights = torch.tensor([math.e, 1.0]) / (1 + math.e)
@@ -337,10 +317,12 @@ def test_keys_of_very_different_size_keep_their_weights() -> None:
 
 def test_what_the_blocks_cover_is_softmax() -> None:
     q, k, v = qkv(40, dtype=torch.float32)
+    mask = some_keys(2, 40)
     for text in ("BlockLocal(block_size=20)", "BlockLocal(block_size=8, before=4, after=4)"):
         for is_causal in (False, True):
-            ours = attention(q, k, v, f"Hybrid(near={text})", is_causal=is_causal)
-            assert torch.equal(ours, attention(q, k, v, "Softmax", is_causal=is_causal))
+            ours = attention(q, k, v, f"Hybrid(near={text})", is_causal=is_causal, key_mask=mask)
+            assert torch.equal(ours, attention(q, k, v, "Softmax", is_causal=is_causal, key_mask=mask))
+        assert "covers everything" in str(explain(f"Hybrid(near={text})", q, k, v))
     with dispatch.recorded() as steps:
         attention(q, k, v, "Hybrid(near=BlockLocal(block_size=8, before=4, after=3))")
     assert steps[0].why == "BlockLocal(block_size=8, before=4, after=3) leaves keys out"
@@ -364,11 +346,10 @@ def test_token_features_are_the_plain_map_whatever_their_range(hyperbolic: bool,
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(
-    ("near", "kept"), [*(("Local(window=8)", n) for n in (1, 3, 70, 299)), ("BlockLocal(10)", 270)]
-)
-def test_padding_on_either_side_gives_the_shorter_sequence(near: str, kept: int) -> None:
-    bound = bind(f"Hybrid(near={near}, far=LearnedFeatures(num_features=4), first=2, last=2)")
+@pytest.mark.parametrize("kept", [10, 70, 270])
+def test_padding_on_either_side_gives_the_shorter_sequence(kept: int) -> None:
+    """In front by whole blocks."""
+    bound = bind("Hybrid(near=BlockLocal(block_size=10), far=LearnedFeatures(num_features=4), first=2, last=2)")
     q, k, v = qkv(300)
     for side in (slice(0, kept), slice(300 - kept, 300)):
         mask = torch.zeros(2, 300, dtype=torch.bool)
@@ -379,9 +360,8 @@ def test_padding_on_either_side_gives_the_shorter_sequence(near: str, kept: int)
             torch.testing.assert_close(ours, short, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("near", "kept"), [("Local(window=5)", {5}), ("BlockLocal(block_size=4)", {4, 5, 6, 7})])
-def test_the_state_stays_small_and_sees_left_padding(near: str, kept: set[int]) -> None:
-    bound = bind(f"Hybrid(near={near}, far=LearnedFeatures(num_features=4), first=2)")
+def test_the_state_stays_small_and_sees_left_padding() -> None:
+    bound = bind("Hybrid(near=BlockLocal(block_size=4), far=LearnedFeatures(num_features=4), first=2)")
     q, k, v = qkv(60)
     mask = torch.ones(2, 60, dtype=torch.bool)
     mask[0, :17] = mask[1, 30:33] = False
@@ -395,13 +375,12 @@ def test_the_state_stays_small_and_sees_left_padding(near: str, kept: set[int]) 
             sizes.add(state.held.near.k.shape[-2])
             others.add(tuple(tuple(x.shape) for part in (state.held.far, state.held.sinks) for x in part))
     torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-9, atol=1e-9)
-    assert sizes == kept
+    assert sizes == {4, 5, 6, 7}
     assert len(others) == 1
 
 
-@pytest.mark.parametrize("near", ["Local(window=5)", "BlockLocal(block_size=3)"])
-def test_a_decoded_prompt_carries_gradients(near: str) -> None:
-    bound = bind(f"Hybrid(near={near}, far=LearnedFeatures(num_features=4))")
+def test_a_decoded_prompt_carries_gradients() -> None:
+    bound = bind("Hybrid(near=BlockLocal(block_size=3), far=LearnedFeatures(num_features=4))")
     q, k, v = (x.requires_grad_() for x in qkv(30))
     whole, state, parts = bound(q, k, v, is_causal=True), None, []
     for now in (slice(0, 20), slice(20, 30)):
@@ -417,8 +396,8 @@ def test_a_decoded_prompt_carries_gradients(near: str) -> None:
         ("Hybrid(far=LinearAttention(feature_map=Identity()))", "negative weights"),
         ("Hybrid(far=FavorPlus(kernel=Identity()))", "negative weights"),
         ("Hybrid(far=Softmax())", "far must be linear"),
-        ("Hybrid(near=Softmax())", "near must be a window"),
-        ("Hybrid(near=Local(window=4, dilation=2))", "near must see every key of its window"),
+        ("Hybrid(near=Softmax())", r"near must be BlockLocal\(\) or Selected\(\)"),
+        ("Hybrid(near=Local(window=(5, 9)))", r"What would work: near=BlockLocal\(block_size=9\)"),
         ("Hybrid(first=-1)", "first must be at least 0"),
         ("Hybrid(last=1.5)", "last must be at least 0"),
     ],
@@ -440,12 +419,12 @@ def test_traits_follow_the_far_part() -> None:
 
 
 def test_nested_values_print_and_parse() -> None:
-    text = "Hybrid(near=Local(window=(64, 32)), far=FavorPlus(num_features=64), first=4)"
+    text = "Hybrid(near=BlockLocal(block_size=32), far=FavorPlus(num_features=64), first=4)"
     assert repr(catalogue.parse(text)) == text
     assert dict(Bound("Hybrid(far=LearnedFeatures())", Shape(2, 8)).named_parameters()).keys() == {"query", "key"}
 
 
 def test_it_tells_its_path() -> None:
     with dispatch.recorded() as steps:
-        attention(*qkv(300), "Hybrid(near=Local(window=20))")
-    assert steps[0].why == "Local(window=20) leaves keys out"
+        attention(*qkv(300), "Hybrid(near=BlockLocal(block_size=20))")
+    assert steps[0].why == "BlockLocal(block_size=20) leaves keys out"

@@ -35,7 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 KINDS = {"Llama": "LlamaForCausalLM", "GPT2": "GPT2LMHeadModel", "Bart": "BartForConditionalGeneration"}
-HYBRID = "Hybrid(near=Local(window=4), far=LearnedFeatures(num_features=8))"
+HYBRID = "Hybrid(near=BlockLocal(block_size=4), far=LearnedFeatures(num_features=8))"
 MECHANISMS = ["LinearAttention()", "Local(window=(5, 0))", HYBRID, "Softmax()"]
 
 

@@ -203,7 +203,7 @@ def test_exact_attention_generates_the_same(name: str, how: dict[str, Any]) -> N
         "FavorPlus(num_features=16)",
         "Local(window=(5, 0))",
         "AFTSimple",
-        "Hybrid(near=Local(window=4), far=LearnedFeatures(num_features=8))",
+        "Hybrid(near=BlockLocal(block_size=4), far=LearnedFeatures(num_features=8))",
     ],
 )
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
@@ -509,7 +509,7 @@ def test_the_report_names_the_path_of_the_length_asked() -> None:
 
 def test_reports_are_printed_in_100_columns() -> None:
     model = build("Bert")
-    wide = "Hybrid(near=Local(window=64), far=LearnedFeatures(num_features=32, scale=0.5), first=2, last=2)"
+    wide = "Hybrid(near=BlockLocal(block_size=64), far=LearnedFeatures(num_features=32, scale=0.5), first=2, last=2)"
     for mechanism in (wide, {"*.0.*": "FavorPlus(num_features=128)"}):
         report = swap(model, mechanism)
         for text in (str(report), str(report.expected(64))):

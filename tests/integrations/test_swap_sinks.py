@@ -68,7 +68,7 @@ def test_the_model_s_own_sinks_are_used(mechanism: Any) -> None:
     [
         "BigBird(block_size=64)",
         "Selected(block_size=64)",
-        "Hybrid(near=Local(window=64), first=0)",
+        "Hybrid(near=BlockLocal(block_size=64), first=0)",
         "Hybrid(near=BlockLocal(bias=ALiBi()))",
     ],
 )

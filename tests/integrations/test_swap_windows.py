@@ -40,7 +40,9 @@ def decoded(model: Any, sizes: tuple[int, ...], forward: Any = None) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mechanism", ["LinearAttention", "Hybrid(near=Local(window=4))", "Local(window=32)", "WKV"])
+@pytest.mark.parametrize(
+    "mechanism", ["LinearAttention", "Hybrid(near=BlockLocal(block_size=4))", "Local(window=32)", "WKV"]
+)
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3Text", "Llama4Text"])
 def test_what_sees_more_than_the_layer_is_refused_where_its_window_ends(name: str, mechanism: str) -> None:
     """As one pass over so many tokens is; up to there it is decoded."""

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure as Canvas
 
 from fast_attention.lab import pages
 from fast_attention.lab.drawing import COLOURS, DARK, STYLE, Picture, svg
-from fast_attention.lab.numbers import Number, amount, bytes_of, count, factor, fixed, milliseconds, percent
+from fast_attention.lab.numbers import Number, bytes_of, count, factor, fixed, milliseconds, percent
 from fast_attention.lab.pages import Code, Facts, Figure, Folded, Listing, Section, Words
 from fast_attention.lab.tables import Row, Table, Value, show
 from tests.lab.reading_pages import assert_one_file, values
@@ -70,11 +70,11 @@ def test_a_page_is_one_file_that_reads_in_the_dark() -> None:
 def test_numbers_know_their_values() -> None:
     cells = [
         milliseconds(1234.5), bytes_of(1536), factor(0.25), percent(0.125), percent(5e-6), count(12345),
-        fixed(0.12345, ".2f"), percent(float("inf")), amount(999_900), factor(1 / 1234), bytes_of(1023 * 2**20),
+        fixed(0.12345, ".2f"), percent(float("inf")), factor(1 / 1234), bytes_of(1023 * 2**20),
         "-", "words", Value(Number("from 1,024", 1024)),
     ]  # fmt: skip
     assert [getattr(cell, "text", cell) for cell in cells] == [
-        "1.23 s", "1.5 KiB", "4x", "12 %", "below 0.001 %", "12,345", "0.12", "not finite", "1,000 k", "1,200x",
+        "1.23 s", "1.5 KiB", "4x", "12 %", "below 0.001 %", "12,345", "0.12", "not finite", "1,200x",
         "1,020 MiB", "-", "words", "from 1,024",
     ]  # fmt: skip
     html = pages.page("x", [Section("a", [Table(["a"], [["row", *cells]])])])

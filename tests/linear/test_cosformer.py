@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fast_attention import Bound, CosFormer, Shape, explain
-from fast_attention.mechanisms.linear import fast_linear_chunks
+from fast_attention.mechanisms.linear import fast_linear_causal
 from tests.cases import qkv
 
 LENGTH = 600
@@ -26,7 +26,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, longest: int, *, is
 def test_features_turned_chunk_by_chunk_are_those_of_all_pairs(
     is_causal: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fast_linear_chunks, "NUMBERS", 2**14)  # several chunks
+    monkeypatch.setattr(fast_linear_causal, "NUMBERS", 2**14)  # several chunks
     bound = Bound(CosFormer(), Shape(2, 8, LENGTH + 50)).to(device)
     inputs = [x.requires_grad_() for x in qkv(LENGTH, LENGTH, device=device)]
     q, k, v = inputs

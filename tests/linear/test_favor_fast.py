@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_attention, favor_plus_attention
-from fast_attention.mechanisms.linear import fast_favor, fast_favor_chunks, linear_state, reference
+from fast_attention.mechanisms.linear import fast_favor, fast_favor_causal, linear_state, reference
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
 D, M, WIDE = 8, 24, 5
@@ -231,8 +231,8 @@ def test_very_many_terms(is_causal: bool) -> None:
 
 
 def test_chunks_by_features() -> None:
-    assert fast_favor_chunks.tokens(RandomFeatureMap("positive"), torch.zeros(1, 512, 4)) == 64
-    assert fast_favor_chunks.tokens(RandomFeatureMap("hyperbolic"), torch.zeros(1, 512, 4)) == 128
+    assert fast_favor_causal.tokens(RandomFeatureMap("positive"), torch.zeros(1, 512, 4)) == 64
+    assert fast_favor_causal.tokens(RandomFeatureMap("hyperbolic"), torch.zeros(1, 512, 4)) == 128
     x = inputs(300)
     W = draw(2, 520, D).double()
     a, b = favor_plus_attention(*x, W, is_causal=True), plain(POSITIVE, *x, Heads(W), is_causal=True)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fast_attention import LSH, Unsupported, catalogue
 from fast_attention.decoding import State
 from fast_attention.functional import lsh_attention
+from fast_attention.mechanisms.lsh.lsh import LOG
 from fast_attention.mechanisms.lsh.reference import arrange, buckets
-from fast_attention.mechanisms.lsh.state import LOG
 from tests.cases import bind, qkv, some_keys
 from tests.oracles.lsh import reachable
 

@@ -32,16 +32,13 @@ def estimate(far: Any, x: Tensor, y: Tensor, w: Any, head: int) -> Tensor:
 
 def near(m: Any, here: int, j: int) -> bool:
     """Whether the key at position j is near the query at position ``here``, which may lie before the first key."""
-    if type(m).__name__ == "BlockLocal":
-        return -m.before <= j // m.block_size - math.floor(here / m.block_size) <= m.after
-    left, right = m.window if isinstance(m.window, tuple) else (m.window, m.window)
-    return here - left <= j <= here + right
+    return -m.before <= j // m.block_size - math.floor(here / m.block_size) <= m.after
 
 
 def hybrid(
     m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
-    """Exact inside the window, or in the neighbouring blocks, and at the sink tokens, which are counted among the keys
+    """Exact in the neighbouring blocks, or the chosen ones, and at the sink tokens, which are counted among the keys
     that may be seen at all. A bias acts on the former, unless they are sink tokens.
     """
     scale = 1 / math.sqrt(q.shape[1]) if m.near.scale is None else m.near.scale
@@ -71,17 +68,19 @@ def hybrid(
 
 ORACLES = {"Hybrid": hybrid}
 VARIANTS = [
-    "Hybrid(near=Local(window=2), far=FavorPlus(num_features=5))",
-    "Hybrid(near=Local(window=(1, 3)), far=LearnedFeatures(num_features=5), first=2, last=2)",
-    "Hybrid(near=Local(window=0), far=FavorPlus(num_features=6, features='hyperbolic'), first=0, last=0)",
-    "Hybrid(near=Local(window=1), far=FavorPlusPlus(num_features=6))",
-    "Hybrid(near=Local(window=2, bias=T5Buckets(num_buckets=8, max_distance=16)), far=FavorPlus(num_features=5))",
-    "Hybrid(near=Local(window=(3, 0), scale=0.5), far=LinearAttention(), first=1, last=0)",
-    "Hybrid(near=Local(window=1), far=LinearAttention(feature_map=Exp()), first=0, last=3)",
-    "Hybrid(near=Local(window=2), far=LinearAttention(feature_map=Taylor()))",
+    "Hybrid(near=BlockLocal(block_size=2), far=FavorPlus(num_features=5))",
+    "Hybrid(near=BlockLocal(block_size=1, before=1, after=3), far=LearnedFeatures(num_features=5), first=2, last=2)",
+    "Hybrid(near=BlockLocal(block_size=1, before=0, after=0), far=FavorPlus(num_features=6, features='hyperbolic'), "
+    "first=0, last=0)",
+    "Hybrid(near=BlockLocal(block_size=1), far=FavorPlusPlus(num_features=6))",
+    "Hybrid(near=BlockLocal(block_size=2, bias=T5Buckets(num_buckets=8, max_distance=16)), "
+    "far=FavorPlus(num_features=5))",
+    "Hybrid(near=BlockLocal(block_size=3, after=0, scale=0.5), far=LinearAttention(), first=1, last=0)",
+    "Hybrid(near=BlockLocal(block_size=1), far=LinearAttention(feature_map=Exp()), first=0, last=3)",
+    "Hybrid(near=BlockLocal(block_size=2), far=LinearAttention(feature_map=Taylor()))",
     "Hybrid(near=Selected(block_size=3, topk=2), far=FavorPlus(num_features=5))",
     "Hybrid(near=Selected(block_size=2, topk=1, scale=0.5), far=LinearAttention(), first=0, last=2)",
-    "Hybrid(near=Local(window=2, sinks=True), far=FavorPlus(num_features=5))",
+    "Hybrid(near=BlockLocal(block_size=2, sinks=True), far=FavorPlus(num_features=5))",
     "Hybrid(near=Selected(block_size=3, topk=2, sinks=True), far=FavorPlus(num_features=5))",
     "Hybrid(near=BlockLocal(block_size=2, bias=ALiBi(), sinks=True), far=LearnedFeatures(num_features=5))",
     "Hybrid(near=BlockLocal(block_size=2), far=LearnedFeatures(num_features=5))",

@@ -25,7 +25,7 @@ SETTINGS = (
     "Local(window=2, dilation=(1, 3))", "Local(window=3, bias=TransformerXL(width=4))", "BlockLocal(block_size=4)",
     "BlockLocal(block_size=3, before=2, after=0)", "Softmax(bias=ALiBi())", "AFTFull()",
     "Favor(num_features=5, clamp=0.5)", "CosFormer()", "BigBird(block_size=2)",
-    "Hybrid(near=Local(window=2, bias=T5Buckets()), far=FavorPlus(num_features=5))",
+    "Hybrid(near=BlockLocal(block_size=2, bias=T5Buckets()), far=FavorPlus(num_features=5))",
     "ByLength(short=Local(window=2, dilation=(1, 3)), long=LinearAttention(), above=4)",
     "Adapted(mechanism=Local(window=2, dilation=(1, 3)), rank=2)",
 )  # fmt: skip

@@ -14,7 +14,7 @@ from fast_attention.engine import dispatch
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.masks import masked_softmax
 from fast_attention.functional import sinkhorn_attention, softmax_attention, sortcut_attention
-from fast_attention.mechanisms.sinkhorn import fast, sorting
+from fast_attention.mechanisms.sinkhorn import sinkhorn, sorting
 from fast_attention.mechanisms.sinkhorn.sorting import soft_permutation
 from tests.cases import bind, qkv
 
@@ -70,8 +70,8 @@ def test_balancing_by_factors_is_balancing_by_logarithms(device: torch.device, m
 
 def test_long_sequences_are_sorted_in_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of three blocks instead of one for all, on strided inputs, against products with masks written out."""
-    monkeypatch.setattr(fast, "BLOCKS", 3)
-    monkeypatch.setattr(fast, "EARLIER", 3)
+    monkeypatch.setattr(sinkhorn, "BLOCKS", 3)
+    monkeypatch.setattr(sinkhorn, "EARLIER", 3)
     P = torch.randn(3, 8, 9, dtype=torch.float64, requires_grad=True)
     for length, start, is_causal in ((36, 0, False), (36, 0, True), (33, 0, True), (33, 14, True)):
         q, k, v = (torch.randn(2, length, 3, 8, dtype=torch.float64).transpose(1, 2).requires_grad_() for _ in "qkv")

@@ -7,7 +7,7 @@ import torch
 
 from fast_attention import Hybrid, LinearAttention, Selected
 from fast_attention.functional import implementation
-from fast_attention.mechanisms.sparse import choosing, fast_past_blocks, past_blocks
+from fast_attention.mechanisms.sparse import fast_past_blocks, past_blocks, selected
 from tests.cases import qkv
 
 
@@ -21,9 +21,9 @@ def test_both_paths_of_chosen_past_blocks_agree(queries: int, number: int, maske
     q, k, v = (x.requires_grad_() for x in (q, k, torch.cat([v, v[..., :3]], -1)))
     mask = torch.rand(2, 1, keys) > (0.5 if masked else -1.0)
     mask[0, :, 112:150] &= not masked
-    visible = choosing.shown(k, mask, size)
-    choices = choosing.of_tokens(
-        q, choosing.pooled(k, visible), visible.any(-1), size=size, start=keys - queries, number=number
+    visible = selected.shown(k, mask, size)
+    choices = selected.of_tokens(
+        q, selected.pooled(k, visible), visible.any(-1), size=size, start=keys - queries, number=number
     )
     settings = {"size": size, "start": keys - queries, "scale": 0.3}
     outs = [f.chosen_softmax(q, k, v, choices, mask, **settings) for f in (fast_past_blocks, past_blocks)]

@@ -19,9 +19,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fast_attention import catalogue, files
+from fast_attention.known_names import refuse_changed
 from fast_attention.mechanism import Shape
 
 NAME = "fast_attention"
+EARLIER = "fast-attention swapped model 2"  # the same but for what refuse_changed refuses
 
 
 @register_quantization_config(NAME)
@@ -35,7 +37,10 @@ class Record(QuantizationConfigMixin):
     def __init__(self, **record: Any) -> None:
         from fast_attention.integrations.saving import FORMAT  # and the attention's name is known from here on
 
-        files.readable(record, FORMAT, "the model")
+        if record.get("format") == EARLIER:
+            refuse_changed(str(record.get("layers")))
+        else:
+            files.readable(record, FORMAT, "the model")
         if missing := {"layers", "sha256"} - {*record}:
             raise ValueError(f"config.json lacks the {' and '.join(sorted(missing))} of a swapped model")
         self.quant_method: Any = NAME

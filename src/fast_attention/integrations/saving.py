@@ -28,7 +28,7 @@ from fast_attention.integrations.attention import NAME
 from fast_attention.integrations.swapped import BEFORE, Swapped, layers_of
 from fast_attention.mechanism import Unsupported
 
-FORMAT = "fast-attention swapped model 2"
+FORMAT = "fast-attention swapped model 3"
 RECORD = "quantization_config"  # the place in config.json from which transformers calls another library while loading
 OLD_WEIGHTS = "fast_attention.safetensors"  # the weights of folders written before the first release
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")

@@ -198,8 +198,8 @@ def _nothing_found(model: nn.Module) -> str:
     if layer := next(ours, ""):
         return (
             f"{type(model).__name__} runs this library's own layers ({layer}), and swap replaces others': nothing was "
-            "swapped. What would work: fast_attention.convert(model, ...) of a model that train made; "
-            "token_mixer.with_mechanism(...); a MultiheadAttention(..., mechanism=...) with the present one's weights"
+            "swapped. What would work: token_mixer.with_mechanism(...); a MultiheadAttention(..., mechanism=...) with "
+            "the present one's weights"
         )
     return (
         f"{type(model).__name__} holds no Hugging Face model, no nn.MultiheadAttention and no attention of timm's: "

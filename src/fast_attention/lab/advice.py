@@ -81,10 +81,10 @@ def ranked(record: Comparison, mechanisms: list[Any], question: Question) -> lis
     time, tokens = exact.times(question.which).ms, question.length
     rows = [_row(record, mechanism, question) for mechanism in mechanisms]
     rows.append(Row(EXACT, "exact", "the reference", time, 1.0, exact.peak_bytes, 0.0, 0.0, tokens))
-    return sorted(rows, key=_place)
+    return sorted(rows, key=_order)
 
 
-def _place(row: Row) -> tuple[int, float, float]:
+def _order(row: Row) -> tuple[int, float, float]:
     """What rows are ordered by: their kind, and what counts within it."""
     error = math.inf if row.median_error is None else row.median_error
     return ORDER.index(row.kind), error if row.kind == "inexact" else 0.0, row.ratio or math.inf
@@ -152,13 +152,13 @@ def _sentences(rows: list[Row], question: Question, nothing: str) -> list[str]:
             f"{at} keep exact attention: {nothing} within a median error of {budget} is faster.",
             f"The nearest, {near.mechanism}, is {near.note}; fast-attention compare measures greater lengths.",
         ]
-    said = [f"{at} keep exact attention: {nothing} that needs no training stays within a median error of {budget}."]
+    keep = [f"{at} keep exact attention: {nothing} that needs no training stays within a median error of {budget}."]
     if nearest := first["inexact"]:
-        said.append(
+        keep.append(
             f"The nearest, {nearest.mechanism}, has {percent(nearest.median_error)} and is "
             f"{verdicts.speed(nearest.ratio or 1.0)} as exact attention."
         )
-    return [*said, *[more] * bool(unknown)]
+    return [*keep, *[more] * bool(unknown)]
 
 
 def ranking(record: Advised) -> Table:

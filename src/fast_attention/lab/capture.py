@@ -75,13 +75,13 @@ class HuggingFace:
         except InputError as error:
             raise InputError(f"{error}, or take the model gaussian, which reads nothing") from error
         self.model = model.get_encoder() if model.config.is_encoder_decoder else model
-        own = context(self.model.config, self.tokenizer)
-        self.own_context = self.context = own  # the longest sequence that it reads; None: any
+        positions = context(self.model.config, self.tokenizer)
+        self.own_context = self.context = positions  # the longest sequence that it reads; None: any
         self.extended, self.extension = self.model, ""  # how it reads beyond its own positions, or why it cannot
-        if own is not None and own < longest:
-            self._extend(own, longest)
+        if positions is not None and positions < longest:
+            self._extend(positions, longest)
         self._make_readable()
-        layers, _ = self.layers(min(8, own or 8))
+        layers, _ = self.layers(min(8, positions or 8))
         self.heads, self.head_dim = layers[0].q.shape[1], layers[0].q.shape[3]
         self.is_causal = layers[0].is_causal
         count, kind = len(layers), "decoder" if self.is_causal else "encoder"
@@ -90,7 +90,7 @@ class HuggingFace:
             f"{self.head_dim}) reading {corpus.name}"
         )
 
-    def _extend(self, own: int, longest: int) -> None:
+    def _extend(self, positions: int, longest: int) -> None:
         """Make a copy that reads ``longest`` tokens; ``extension`` says how, or why there is none."""
         model = copy.deepcopy(self.model)
         try:
@@ -99,7 +99,7 @@ class HuggingFace:
             self.extension = f"nothing longer was read: {first_line(error)}"
         else:
             self.context, self.extended = longest, model
-            self.extension = f"{done.kind} positions extended from {own:,} tokens ({done.method}), untrained"
+            self.extension = f"{done.kind} positions extended from {positions:,} tokens ({done.method}), untrained"
 
     def _make_readable(self) -> None:
         """Swap in exact attention, whose calls can be read, unless a mechanism was swapped in before."""

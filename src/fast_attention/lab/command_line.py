@@ -25,7 +25,7 @@ COMMANDS = {  # and the module of each, in which its function is called ``NAME_c
     "export": "export",
 }  # fmt: skip
 _CHECKOUT = "in a checkout of the repository"
-GONE = {  # commands and options of before, and what took their place
+REMOVED = {  # commands and options of before, and what took their place
     "train": f"use python -m experiments.train {_CHECKOUT}",
     "study": f"use python -m experiments.study {_CHECKOUT}",
     "generate": f"use python -m experiments.generate {_CHECKOUT}",
@@ -44,8 +44,9 @@ def run(arguments: list[str]) -> int:
     """Run one command; the exit code. What cannot be carried out is one line on stderr."""
     first, rest = _split(arguments)
     command = [word for word in rest if not word.startswith("-")][:1]
-    if gone := [word for word in (*command, *(word.split("=")[0] for word in rest if word[:1] == "-")) if word in GONE]:
-        return refusals.refuse(2, f"{gone[0]} is gone: {GONE[gone[0]]}")
+    options_given = [word.split("=")[0] for word in rest if word.startswith("-")]
+    if removed := [word for word in (*command, *options_given) if word in REMOVED]:
+        return refusals.refuse(2, f"{removed[0]} is gone: {REMOVED[removed[0]]}")
     try:
         return _app()(args=[*first, *_repeat(rest)], prog_name="fast-attention", standalone_mode=False) or 0
     except _UsageError as error:

@@ -43,11 +43,6 @@ def bytes_of(size: int | None) -> str:
     return _scaled(size, 1024, (" B", " KiB", " MiB", " GiB"))
 
 
-def amount(number: int | None) -> str:
-    """1500000 as ``1.5 M``."""
-    return _scaled(number, 1000, ("", " k", " M", " G"))
-
-
 def milliseconds(value: float | None) -> str:
     """12.3456 as ``12.3 ms``."""
     return _scaled(value, 1000, (" ms", " s"))

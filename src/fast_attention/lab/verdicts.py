@@ -156,15 +156,15 @@ class Candidate(NamedTuple):
 def candidates(record: Comparison) -> list[Candidate]:
     """All that estimates exact attention, at every length at which that was timed and errors were asked for."""
     errors = {(error.mechanism, error.length): error for error in record.errors}
-    found = []
+    known = []
     for length in record.ratios(EXACT):
         for name in record.mechanisms:
             cell, error = record.cell(name, length), errors.get((name, length))
             if cell is None or error is None or cell.status in ("refused", "failed"):
                 continue
             if error.output or error.note.startswith("over budget"):
-                found.append(Candidate(name, length, _ratio(cell), error))
-    return found
+                known.append(Candidate(name, length, _ratio(cell), error))
+    return known
 
 
 def _ratio(cell: Cell) -> float:
@@ -178,10 +178,10 @@ def answer(record: Comparison) -> list[str]:
     Only what stands in for a pretrained model's exact attention is an answer: untrained, what estimates it; trained,
     also what has weights that learn to. Another function is none, however fast.
     """
-    found, asked = candidates(record), record.meta.get("asked", ASKED)
-    could = [each for each in found if each.could_be(asked)]
+    known, asked = candidates(record), record.meta.get("asked", ASKED)
+    could = [each for each in known if each.could_be(asked)]
     winners, open_ones = [each for each in could if each.is_known], [each for each in could if not each.is_known]
-    to_train = _to_train(record, found, asked)
+    to_train = _to_train(record, known, asked)
     better = (
         f"better than exact attention here (more than 10 % faster, median error at most {percent(asked)}, untrained)"
     )
@@ -200,8 +200,8 @@ def answer(record: Comparison) -> list[str]:
             f"{_lengths(each.length for each in open_ones)}, but not all of it was measured"
             f"{f': give --budget {2 * budget:.0f}' if budget else ''}."
         )
-    elif found:
-        first = f"No, nothing is {better}, at {_lengths(each.length for each in found)}."
+    elif known:
+        first = f"No, nothing is {better}, at {_lengths(each.length for each in known)}."
     else:
         first = f"No, nothing is {better}: nothing that was compared estimates exact attention."
     words = [f"{each.at} ({_untrained(each)})" for each in to_train if each not in winners]
@@ -211,9 +211,9 @@ def answer(record: Comparison) -> list[str]:
     return [first, f"To be trained first: {second}.", f"At which length: {third}."]
 
 
-def _to_train(record: Comparison, found: list[Candidate], asked: float) -> list[Candidate]:
+def _to_train(record: Comparison, known: list[Candidate], asked: float) -> list[Candidate]:
     """The most accurate that is faster, and the fastest with weights to learn, each at the greatest length with one."""
-    inexact = [each for each in found if each.ratio < BETTER and each.median > asked]
+    inexact = [each for each in known if each.ratio < BETTER and each.median > asked]
     learning = [
         Candidate(cell.mechanism, cell.length, _ratio(cell))
         for cell in record.cells

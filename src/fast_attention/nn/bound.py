@@ -41,10 +41,10 @@ class Bound(Spread, nn.Module):
         shape: Shape,
         *,
         tied: Bound | None = None,
-        **gone: Never,
+        **others: Never,
     ) -> None:
         super().__init__()
-        refuse_keywords(type(self).__name__, gone)
+        refuse_keywords(type(self).__name__, others)
         self.mechanism: Any = catalogue.parse(mechanism)
         self.shape = shape
         if not isinstance(shape, Shape):

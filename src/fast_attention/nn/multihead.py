@@ -64,9 +64,9 @@ class MultiheadAttention(Spread, Projections):
         add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         *, mechanism: Mechanism[Any, Any] | str = "Softmax", max_len: int = 0, num_kv_heads: int | None = None,
-        rotary: bool | Rotary = False, **gone: Never,
+        rotary: bool | Rotary = False, **others: Never,
     ) -> None:  # fmt: skip
-        refuse_keywords("MultiheadAttention", gone)
+        refuse_keywords("MultiheadAttention", others)
         super().__init__()
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, heads.width(embed_dim, num_heads)
         self.num_kv_heads = heads.grouped(num_heads, num_kv_heads)

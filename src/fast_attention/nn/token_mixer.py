@@ -61,9 +61,9 @@ class TokenMixer(Spread, nn.Module):
         rotary: bool | Rotary = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **gone: Never,
+        **others: Never,
     ) -> None:
-        refuse_keywords("TokenMixer", gone)
+        refuse_keywords("TokenMixer", others)
         super().__init__()
         self.num_heads, self.head_dim = num_heads, heads.width(embed_dim, num_heads)
         self.mechanism = catalogue.parse(mechanism)

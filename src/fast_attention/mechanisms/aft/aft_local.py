@@ -1,23 +1,271 @@
-"""AFT-local (Zhai et al. 2021, section 3.2): biases in a window only, learned per position."""
+"""AFT-local (Zhai et al. 2021, section 3.2): biases in a window only, learned per position.
+
+AFT with biases in a window, in tiles, with its gradient: never a subtraction, so that no bias cancels.
+
+A block of ``size`` queries is one product with the keys of its block and the neighbouring ones (``reach`` tokens on
+both sides, or before it only), weights exp(w) in the window and 1 around it; blocks further away come in by their
+sums. All queries share one log scale per channel (``in_range``); others take ``reference_biased.windowed``.
+
+Blocks of tokens with their neighbours, and the weights of a window around each query, laid out for products.
+
+Tensors are (group, tokens, ..., width): one group holds all heads where they share the biases, position by position,
+and each head is a group where they do not, with one row of biases for all positions.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
+from fast_attention.engine.chunks import chunks_of
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.aft import fast_window, reference, reference_biased
+from fast_attention.mechanisms.aft import fast, reference, reference_biased
 from fast_attention.mechanisms.aft.reference import same_width
 from fast_attention.value import at_least
+
+NUMBERS = 1 << 19  # sums worked on at a time
+
+
+class Plan(NamedTuple):
+    """Sizes of a call; settings of ``CustomGradient``."""
+
+    shared: bool  # one group of all heads
+    size: int  # queries per block
+    reach: int  # tokens before a block that its product takes in, a multiple of ``size``
+    is_causal: bool
+    strict: bool
+    any_masked: bool
+
+    @property
+    def keys(self) -> int:
+        """Keys per block of queries."""
+        return self.size + self.reach * (1 if self.is_causal else 2)
+
+
+class PaddedRows:
+    """Memory (group, reach + blocks * size + reach, ..., 2 D): a row for each token, and zeros around them."""
+
+    def __init__(self, like: Tensor, plan: Plan) -> None:
+        tokens = grouped(like, plan)
+        length, self.reach = tokens.shape[1], plan.reach
+        self.count = -(-length // plan.size)
+        rows = self.count * plan.size + 2 * plan.reach
+        self.all = like.new_empty(len(tokens), rows, *tokens.shape[2:-1], 2 * like.shape[-1])
+        self.all[:, : plan.reach].zero_()
+        self.all[:, plan.reach + length :].zero_()
+        self.tokens = self.all[:, plan.reach : plan.reach + length]
+        self.flat = self.all.flatten(2)
+        self.blocks = self.flat.unflatten(1, (-1, plan.size))
+        self.width = self.flat.shape[-1]
+        self.steps = (rows * self.width, plan.size * self.width, self.width, 1)
+        self.windows = self.flat.as_strided((len(tokens), self.count, plan.keys, self.width), self.steps)
+
+    @property
+    def inner(self) -> Tensor:
+        """The blocks (group, blocks, size, width) of the tokens."""
+        return self.blocks[:, (first := self.reach // self.blocks.shape[2]) : first + self.count]
+
+
+def grouped(x: Tensor, plan: Plan) -> Tensor:
+    """(..., heads, L, D) as (1, L, ..., heads, D) or (heads, L, ..., D)."""
+    return x.movedim(-2, 0)[None] if plan.shared else x.movedim((-3, -2), (0, 1))
+
+
+def far(sums: Tensor, reach: int, *, before: bool, after: bool) -> Tensor:
+    """For every block, what ``sums`` (group, blocks, width) add up to more than ``reach`` blocks before or after."""
+    total = torch.zeros_like(sums, dtype=torch.float64)
+    count = max(sums.shape[1] - reach - 1, 0)
+    if before:
+        total[:, reach + 1 :] += sums[:, :count].mT.double().cumsum(-1).mT
+    if after:
+        total[:, :count] += sums[:, reach + 1 :].flip(1).mT.double().cumsum(-1).mT.flip(1)
+    return total.to(sums.dtype)
+
+
+class Weights:
+    """The weights of a few blocks at a time: exp(w) in the window of each query and 1, or 0, around it."""
+
+    def __init__(self, band: Tensor, plan: Plan, count: int) -> None:
+        reach = band.shape[-1] // 2
+        self.taps = band[..., : reach + 1] if plan.is_causal else band
+        self.plan, self.per_head = plan, not plan.shared
+        count = len(band) if self.per_head else count
+        self.all = band.new_full((count, plan.size, plan.keys), 0.0 if plan.strict else 1.0)
+        if plan.is_causal:
+            self.all.tril_(plan.reach)
+        self.shift = plan.reach - reach
+        if self.per_head:
+            self.skewed(self.all).copy_(self.taps.exp())
+
+    def skewed(self, blocks: Tensor) -> Tensor:
+        """The windows (blocks, size, taps) of ``blocks`` (blocks, size, keys), row a starting a columns later."""
+        size, keys = blocks.shape[1:]
+        steps = (size * keys, keys + 1, 1)
+        return blocks.as_strided((len(blocks), size, self.taps.shape[-1]), steps, blocks.storage_offset() + self.shift)
+
+    def of(self, group: int, at: slice) -> Tensor:
+        """The weights of the blocks ``at``."""
+        if self.per_head:
+            return self.all[group].expand(at.stop - at.start, -1, -1)
+        size, blocks = self.plan.size, self.all[: at.stop - at.start]
+        rows = self.taps[0, at.start * size : at.stop * size]
+        full, rest = divmod(len(rows), size)
+        inside = self.skewed(blocks)
+        torch.exp(rows[: full * size].unflatten(0, (full, size)), out=inside[:full])
+        if rest:
+            torch.exp(rows[full * size :], out=inside[full, :rest])
+        return blocks
+
+
+RANGE = 30.0  # keys may rise by this, and biases lie this far from 0: sums stay above exp(-60)
+
+
+def _chunks(terms: PaddedRows, plan: Plan) -> list[slice]:
+    """As many blocks as make ``NUMBERS`` sums."""
+    return chunks_of(max(1, NUMBERS // (plan.size * terms.width)), terms.count)
+
+
+def _around(terms: PaddedRows, plan: Plan, *, before: bool, after: bool) -> Tensor | None:
+    """For each block the sums over the blocks outside its products."""
+    return None if plan.strict else far(terms.inner.sum(2), plan.reach // plan.size, before=before, after=after)
+
+
+def _tokens(at: slice, plan: Plan, length: int) -> slice:
+    return slice(at.start * plan.size, min(at.stop * plan.size, length))
+
+
+def _terms(k: Tensor, v: Tensor, plan: Plan) -> PaddedRows:
+    terms = PaddedRows(k, plan)
+    fast.weigh(grouped(k, plan), grouped(v, plan), grouped(fast.log_scale(k), plan), terms.tokens)
+    return terms
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, keep: bool, plan: Plan
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    terms, out = _terms(k, v, plan), torch.empty_like(q)
+    kept = torch.empty_like(q) if keep else None
+    around = _around(terms, plan, before=True, after=not plan.is_causal)
+    chunks = _chunks(terms, plan)
+    weights = Weights(band, plan, chunks[0].stop)
+    workspace = k.new_empty(chunks[0].stop, plan.size, terms.width)
+    queries, outputs = grouped(q, plan), grouped(out, plan)
+    for group in range(len(terms.all)):
+        for at in chunks:
+            sums, tokens = workspace[: at.stop - at.start], _tokens(at, plan, k.shape[-2])
+            torch.bmm(weights.of(group, at), terms.windows[group, at], out=sums)
+            if around is not None:
+                sums.add_(around[group, at, None])
+            rows = sums.view(-1, *terms.all.shape[2:])[: tokens.stop - tokens.start]
+            denominators = fast.gate(queries[group, tokens], rows, outputs[group, tokens], any_masked=plan.any_masked)
+            if kept is not None:
+                grouped(kept, plan)[group, tokens] = denominators
+    return out, () if kept is None else (kept,)
+
+
+def _backward(
+    inputs: tuple[Any, ...], outputs: tuple[Any, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    *, plan: Plan,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    (q, k, v, band), d_inputs = inputs, [torch.empty_like(x) for x in inputs[:3]]
+    terms, d_terms = _terms(k, v, plan), PaddedRows(k, plan)
+    d_terms.all.zero_()
+    d_band = torch.zeros_like(band) if band.requires_grad else None
+    chunks = _chunks(terms, plan)
+    weights = Weights(band, plan, chunks[0].stop)
+    workspace = k.new_empty(chunks[0].stop, plan.size, terms.width)
+    sides = [grouped(x, plan) for x in (q, gradients[0], outputs[0], kept[0], d_inputs[0])]
+    totals = k.new_empty(len(terms.all), terms.count, terms.width)
+    for group in range(len(terms.all)):
+        for at in chunks:
+            d_sums, tokens = workspace[: at.stop - at.start], _tokens(at, plan, k.shape[-2])
+            rows = d_sums.view(-1, *terms.all.shape[2:])
+            rows[tokens.stop - tokens.start :].zero_()
+            fast.gate_vjp(*(x[group, tokens] for x in sides), d_sums=rows[: tokens.stop - tokens.start])
+            torch.sum(d_sums, 1, out=totals[group, at])
+            _add_to_keys(weights.of(group, at), d_sums, d_terms.blocks[group], at.start)
+            if d_band is not None:
+                _add_to_band(d_band, weights, d_sums @ terms.windows[group, at].mT, group, tokens)
+    if not plan.strict:
+        reach = plan.reach // plan.size
+        d_terms.inner.add_(far(totals, reach, before=not plan.is_causal, after=True)[:, :, None])
+    values, dk, dv = (grouped(x, plan) for x in (v, *d_inputs[1:]))
+    fast.weigh_vjp(values, terms.tokens[..., v.shape[-1] :], d_terms.tokens, dk, dv)
+    return *d_inputs, d_band
+
+
+def _add_to_keys(weights: Tensor, d_sums: Tensor, d_terms: Tensor, start: int) -> None:
+    """Add the gradients of the products to the blocks of keys that they took in."""
+    count, size = d_sums.shape[:2]
+    for i, columns in enumerate(weights.split(size, -1)):
+        d_terms[start + i : start + i + count].baddbmm_(columns.mT, d_sums)
+
+
+def _add_to_band(d_band: Tensor, weights: Weights, d_weights: Tensor, group: int, tokens: slice) -> None:
+    """Add the gradients of the weights of a few blocks to that of the biases."""
+    taps = weights.taps.shape[-1]
+    if weights.per_head:
+        inside = weights.skewed(d_weights.sum(0, keepdim=True))
+        d_band[group, 0, :taps] += inside.sum((0, 1)) * weights.taps[group, 0].exp()
+        return
+    inside = weights.skewed(d_weights).flatten(0, 1)[: tokens.stop - tokens.start]
+    torch.mul(inside, weights.taps[0, tokens].exp(), out=d_band[0, tokens, :taps])
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, plan: Plan) -> Tensor:
+    sums = reference_biased.windowed(
+        band, k, reference.with_ones(k, v), is_causal=plan.is_causal, strict=plan.strict
+    )  # fmt: skip
+    return q.sigmoid() * reference.mean(sums, v.shape[-1])
+
+
+_RULE = CustomGradient(_plain, _forward, _backward)
+
+
+def in_range(k: Tensor, band: Tensor, plan: Plan) -> bool:
+    """Whether one log scale per channel serves every query, and the biases need none beside it."""
+    fits = band.detach().abs().amax() <= RANGE
+    if plan.is_causal or plan.strict:
+        low = fast.smallest(k) if plan.any_masked else k.amin(-2) if plan.strict else k[..., 0, :]
+        fits = fits & ((k.amax(-2) - low).amax() <= RANGE)
+    return bool(fits)
+
+
+@opaque(like_queries)
+def windowed(
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, is_causal: bool, strict: bool, any_masked: bool
+) -> Tensor:
+    """AFT with biases in a window: ``band`` as in ``reference_biased.windowed``; masked keys at ``scan.FLOOR``."""
+    length, heads, reach = k.shape[-2], k.shape[-3], band.shape[-1] // 2
+    shared = band.shape[0] == 1 and (band.shape[1] > 1 or heads > 1)
+    size = next((size for size in (16, 32) if reach <= size), 64)
+    plan = Plan(shared, size, -(-reach // size) * size, is_causal, strict, any_masked)
+    why = dispatch.obstacle(q, k, v, anywhere=True)
+    if not why and not (shared or band.shape[1] == 1):
+        why = "every head has biases of its own for every position: blocks could share them neither way"
+    if not why and not in_range(k, band, plan):
+        why = "keys or biases lie too far apart for one log scale"
+    if why:
+        dispatch.record("triangles of products by halving", why, window=reach + 1)
+        return _plain(q, k, v, band, plan=plan)
+    near = min(reach, length - 1)
+    plan = plan._replace(reach=-(-near // size) * size)
+    why = "all heads share each position's biases" if shared else "a head's biases are the same at all positions"
+    dispatch.record("products of blocks of queries with their neighbours", why, block=size, keys=plan.keys)
+    band = band[..., reach - near : reach + near + 1]
+    return _RULE(q, k, v, band.expand(-1, length, -1) if shared else band, plan=plan)
 
 
 @in_float32
@@ -41,7 +289,7 @@ def aft_local(
         raise ValueError(f"band has shape {tuple(band.shape)}: its last size, the taps, must be odd")
     k, v = reference.masked_scores(k, key_mask), masks.drop(v, key_mask)
     any_masked = key_mask is not None
-    return fast_window.windowed(q, k, v, band, is_causal=is_causal, strict=strict, any_masked=any_masked)
+    return windowed(q, k, v, band, is_causal=is_causal, strict=strict, any_masked=any_masked)
 
 
 class Band(NamedTuple):

@@ -1,4 +1,11 @@
-"""Exact attention with scores that depend on positions, too: some queries against all keys, in tiles."""
+"""Exact attention with scores that depend on positions, too: some queries against all keys, in tiles.
+
+Exact attention whose scores gain a number for each offset, by torch's flash kernel without a mask of every pair.
+
+In a block of queries in reverse order row r and column c have the offset number ``c + r`` and some: so the kernel's
+additive mask is a view of the numbers themselves, in which rows overlap, and takes no memory. Keys that a ``key_mask``
+hides get a channel more, of which all queries hold a one.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +24,7 @@ from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.relative import Grouped
-from fast_attention.engine.tiling import Sinks, Span, Tile, Tiling, shares, sink_gradient
+from fast_attention.engine.tiled import Sinks, Span, Tile, Tiling, shares, sink_gradient
 
 ROWS = 64  # queries of a tile
 

@@ -1,23 +1,216 @@
-"""ReLU attention (Wortsman et al. 2023, and others): scores below zero get no weight at all."""
+"""ReLU attention (Wortsman et al. 2023, and others): scores below zero get no weight at all.
+
+Attention by rectified scores, ``relu(q_i . k_j)^p``: tiles of queries against tiles of keys, no n x n table.
+
+No maximum is needed, so that tiles of keys simply add up; the backward pass forms every tile's scores again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn import functional as F
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import dispatch, masks, numerics
+from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import MaskedAttention, Traits
-from fast_attention.mechanisms.dense import rectified
-from fast_attention.mechanisms.dense.rectified import Norm
 from fast_attention.value import at_least, one_of
 
 Power = Literal[1, 2]
+
+
+HEADS, QUERIES, KEYS = 2, 256, 512  # of a tile: a megabyte in float32
+
+Norm = Literal["sum", "length", "none"]
+
+
+class How(NamedTuple):
+    """The settings: n_i is the ``norm``, ``eps`` added to a sum."""
+
+    is_causal: bool
+    norm: Norm
+    power: Literal[1, 2]
+    scale: float
+    eps: float | Tensor
+
+
+def attend(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None,
+    how: How,
+) -> Float[Tensor, "*batch length values"]:
+    """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``; a row without a positive score gives zeros."""
+    why = dispatch.obstacle(q, k, v, even=True, anywhere=True)
+    if not why and q.shape[-2] == 1:
+        why = "one query"
+    path = whole if why else _RULE
+    if why:
+        dispatch.record("all scores at once", why)
+    else:
+        dispatch.record("tiles of scores, added up", "relu needs no maximum over the row", queries=QUERIES, keys=KEYS)
+    if traced():  # nobody may look whether the outputs are finite
+        return masked(q, k, v, key_mask, how=how)
+    out = path(q, k, v, key_mask, how=how)
+    if how.norm != "sum" or numerics.finite(out):
+        return out
+    q, k, v, how, smaller, _ = _within_room(q, k, v, how)
+    return path(q, k, v, key_mask, how=how._replace(eps=float(how.eps))) / smaller
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How, attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """All scores at once, under any mask, with dropout, brought down to where they fit before anybody has looked."""
+    if how.norm != "sum":
+        return whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
+    q, k, v, how, smaller, less = _within_room(q, k, v, how)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask * less
+    return whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout) / smaller
+
+
+def _within_room(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How, Tensor, Tensor]:
+    """Brought down to where no sum overflows, and by what v and the scores were; large queries feel no ``eps``."""
+    less, rows = numerics.factor(k, 2.0 ** (28 / how.power)), numerics.factor(q, 2.0 ** (40 / how.power), rows=True)
+    smaller = numerics.factor(v, 2.0**28)
+    return q * rows, k * less, v * smaller, how._replace(eps=how.eps * less**how.power), smaller, rows * less
+
+
+def whole(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How, attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """The same as they are."""
+    scores = q @ k.mT * how.scale
+    mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=how.is_causal, key_mask=key_mask, device=q.device)
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask.to(scores.dtype)
+            scores, attn_mask = scores + attn_mask, attn_mask > float("-inf")
+        mask = attn_mask if mask is None else attn_mask & mask
+    weights = scores.relu().square() if how.power == 2 else scores.relu()
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)
+    if how.norm == "sum":
+        total = numerics.nan_if_infinite(weights.sum(-1, keepdim=True) + how.eps)
+        weights = weights / total.masked_fill(total == 0.0, 1.0)
+    elif how.norm == "length":
+        visible = k.shape[-2] if mask is None else mask.expand(scores.shape).sum(-1, keepdim=True).clamp_min(1)
+        weights = weights / visible
+    if dropout > 0.0:
+        weights = F.dropout(weights, dropout)
+    return weights @ v
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, keep: bool, how: How
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The outputs; kept: the n_i."""
+    out = v.new_zeros((*q.shape[:-1], v.shape[-1]))
+    n = _lengths(q, k, key_mask, how) if how.norm == "length" else q.new_full((*q.shape[:-1], 1), how.norm == "none")
+    (qs, ks, vs), outs, ns = _heads(q, masks.drop(k, key_mask), v), out.flatten(0, -3), n.flatten(0, -3)
+    ahead = _ahead(q, k, how)
+    for heads, rows in _rows(qs):
+        queries, o, total = qs[heads, rows] * how.scale, outs[heads, rows], ns[heads, rows]
+        for keys, weights in _tiles(queries, ks[heads], rows, ahead):
+            if how.power == 2:
+                weights.square_()
+            if how.norm == "sum":
+                total += weights.sum(-1, keepdim=True)
+            o.baddbmm_(weights, vs[heads, keys])
+        if how.norm == "sum":
+            total.copy_(numerics.nan_if_infinite(total + how.eps)).masked_fill_(total == 0.0, 1.0)
+        o.div_(total)
+    return out, (n,)
+
+
+def _backward(
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    *, how: How,
+) -> tuple[Any, ...]:  # fmt: skip
+    q, k, v, key_mask = inputs
+    d_inputs = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dqs, dks, dvs = (x.flatten(0, -3) for x in d_inputs)
+    (qs, ks, vs), (os, gs, ns) = _heads(q, masks.drop(k, key_mask), v), _heads(outputs[0], gradients[0], kept[0])
+    ahead = _ahead(q, k, how)
+    for heads, rows in _rows(qs):
+        queries, g = qs[heads, rows] * how.scale, gs[heads, rows] / ns[heads, rows]
+        shift = (g * os[heads, rows]).sum(-1, keepdim=True) if how.norm == "sum" else None
+        for keys, scores in _tiles(queries, ks[heads], rows, ahead):
+            slopes = g @ vs[heads, keys].mT
+            if shift is not None:
+                slopes.sub_(shift)
+            if how.power == 2:
+                slopes.mul_(scores).mul_(2.0)
+                scores.square_()
+            else:
+                torch.ops.aten.threshold_backward.grad_input(slopes, scores, 0.0, grad_input=slopes)
+            dvs[heads, keys].baddbmm_(scores.mT, g)
+            dks[heads, keys].baddbmm_(slopes.mT, queries)
+            dqs[heads, rows].baddbmm_(slopes, ks[heads, keys], alpha=how.scale)
+    return *d_inputs, None
+
+
+_RULE = CustomGradient(whole, _forward, _backward)
+
+
+def _heads(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.reshape(-1, *x.shape[-2:]) for x in tensors)
+
+
+def _rows(q: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Heads and queries of a tile: fewer heads, more queries."""
+    few = min(HEADS, q.shape[0])
+    some = QUERIES * HEADS // few
+    for first in range(0, q.shape[0], few):
+        for start in range(0, q.shape[1], some):
+            yield slice(first, first + few), slice(start, min(start + some, q.shape[1]))
+
+
+def _tiles(q: Tensor, k: Tensor, rows: slice, ahead: int | None) -> Iterator[tuple[slice, Tensor]]:
+    """Tiles of keys that some of the queries see, and their rectified scores, zero where a key is not seen yet.
+
+    Causal with ``ahead`` keys before the first query; None: not causal.
+    """
+    end = k.shape[1] if ahead is None else max(rows.stop + ahead, 0)
+    workspace = q.new_empty(q.shape[0] * q.shape[1] * KEYS)
+    for start in range(0, end, KEYS):
+        stop = min(start + KEYS, end)
+        scores = workspace[: q.shape[0] * q.shape[1] * (stop - start)].view(*q.shape[:2], stop - start)
+        torch.bmm(q, k[:, start:stop].mT, out=scores).relu_()
+        if ahead is not None and stop > rows.start + ahead:
+            scores.tril_(rows.start + ahead - start)
+        yield slice(start, stop), scores
+
+
+def _ahead(q: Tensor, k: Tensor, how: How) -> int | None:
+    return k.shape[-2] - q.shape[-2] if how.is_causal else None
+
+
+def _lengths(q: Tensor, k: Tensor, key_mask: Tensor | None, how: How) -> Tensor:
+    """Keys that every query sees, at least 1."""
+    counts = k.new_ones((*q.shape[:-2], k.shape[-2]))
+    counts = counts if key_mask is None else counts * key_mask
+    if not how.is_causal:
+        counts = counts.sum(-1, keepdim=True).expand(*counts.shape[:-1], q.shape[-2])
+    else:
+        ahead = k.shape[-2] - q.shape[-2]
+        counts = F.pad(counts.cumsum(-1), (max(-ahead, 0), 0))[..., max(ahead, 0) :]
+    return counts.clamp(min=1.0)[..., None].contiguous()
+
+
 NORMS: tuple[Norm, ...] = get_args(Norm)
 
 
@@ -48,9 +241,9 @@ def relu_attention(
     if attn_mask is None and dropout == 0.0:
         number = NORMS.index(norm)
         return _attend(q, k, v, key_mask, is_causal=is_causal, norm=number, power=power, scale=factor, eps=float(eps))
-    how = rectified.How(is_causal, norm, power, factor, eps)
+    how = How(is_causal, norm, power, factor, eps)
     dispatch.record("all scores at once", "a mask of any form, or dropout")
-    return rectified.masked(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
+    return masked(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
 
 
 @opaque(like_queries)
@@ -58,7 +251,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *,
     is_causal: bool, norm: int, power: Power, scale: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    return rectified.attend(q, k, v, key_mask, rectified.How(is_causal, NORMS[norm], power, scale, eps))
+    return attend(q, k, v, key_mask, How(is_causal, NORMS[norm], power, scale, eps))
 
 
 @dataclass(frozen=True, repr=False)

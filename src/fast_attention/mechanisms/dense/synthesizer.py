@@ -1,18 +1,33 @@
-"""Synthesizer (Tay et al. 2020): attention scores that no key takes part in, learned or drawn instead."""
+"""Synthesizer (Tay et al. 2020): attention scores that no key takes part in, learned or drawn instead.
+
+Attends with a bias for each key, ``softmax(q_i . k_j + b_j) v``, by torch's fused kernel.
+
+Forward, the biases are a mask of one row. Backward the kernel gives no gradient of a mask, so that they are one more
+column of the keys there, against ones in the queries.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.functional import pad
 
+from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.fused import flash_backward, flash_forward, takes_flash
 from fast_attention.engine.kv_cache import KVCache, append
+from fast_attention.engine.opaque import opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import MaskedAttention, Shape, Traits
-from fast_attention.mechanisms.dense import synthesis
+from fast_attention.mechanisms.dense import rows
+from fast_attention.mechanisms.dense.reference import synthesizer_attention
 from fast_attention.mechanisms.dense.scores import Scores, mixed
 from fast_attention.value import Value, at_least
 
@@ -21,6 +36,174 @@ _TABLE = Traits(
     causal=True, padding=True, cross=True, mask=True, memory="growing", bounded=True, learned=True,
 )  # fmt: skip
 _DENSE = replace(_TABLE, formula="softmax(relu(q_i) W + b) v", reads="qv", cross=False)
+
+
+def attend(
+    v: Float[Tensor, "*batch keys values"],
+    scores: Scores,
+    *,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "*batch length values"]:
+    """``synthesizer_attention`` for scores in summands: a block of queries at a time where long, else all at once."""
+    if attn_mask is None and dropout == 0.0:
+        return _in_blocks(v, key_mask, *scores, is_causal=is_causal)
+    keys = v.shape[-2]
+    dispatch.record("all scores at once", "an attn_mask or dropout", keys=keys)
+    return synthesizer_attention(
+        v, scores.whole(keys), is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
+    )
+
+
+def _like_scores(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
+    return v.new_empty(*v.shape[:-2], Scores(*parts).length(), v.shape[-1])
+
+
+@opaque(_like_scores)
+def _in_blocks(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
+    scores, keys = Scores(*parts), v.shape[-2]
+    if why := rows.against(v, scores.length()):
+        dispatch.record("all scores at once", why, keys=keys)
+        return synthesizer_attention(v, scores.whole(keys), is_causal=is_causal, key_mask=key_mask)
+    return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
+
+
+class Layer(NamedTuple):
+    """A linear layer per head: W (H, E, outputs) and b (H, outputs)."""
+
+    W: Tensor
+    b: Tensor
+
+
+class LayerPair(NamedTuple):
+    """Two layers, of a and b outputs."""
+
+    A: Layer
+    B: Layer
+
+
+class Table(NamedTuple):
+    """Scores R (H, max_len, max_len) of every position for every position."""
+
+    R: Tensor
+
+
+class Factors(NamedTuple):
+    """Two thin tables (H, max_len, rank), whose product are the scores."""
+
+    R1: Tensor
+    R2: Tensor
+
+
+class Mixed(NamedTuple):
+    """Logits (H, parts) of the mixture and the weights of its parts."""
+
+    alpha: Tensor
+    parts: tuple[Any, ...]
+
+
+def normal(*size: int, std: float = 1.0) -> nn.Parameter:
+    """A parameter drawn from N(0, std^2)."""
+    return nn.Parameter(torch.randn(size) * std)
+
+
+def zeros(*size: int) -> nn.Parameter:
+    """A parameter that starts at zero."""
+    return nn.Parameter(torch.zeros(size))
+
+
+def layer(heads: int, width: int, outputs: int) -> Layer:
+    """A layer whose outputs have variance about one half for rectified unit inputs; biases start at zero."""
+    return Layer(normal(heads, width, outputs, std=width**-0.5), zeros(heads, outputs))
+
+
+def dense_scores(q: Float[Tensor, "*batch length width"], w: Layer, keys: int) -> Scores:
+    """``relu(q_i) W + b`` for the first keys: the dense Synthesizer's two layers, the projection to q being the first.
+
+    As products of one more column: ``[relu(q_i), 1] . [W_j, b_j]``, with keys that all sequences share.
+    """
+    table = torch.cat([narrow(w.W, keys, axis=-1), narrow(w.b, keys, axis=-1)[:, None]], 1)
+    return Scores(Q=F.pad(q.relu(), (0, 1), value=1.0), K=table.mT)
+
+
+_MULTIPLE = 8  # of the wider columns
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
+    """Whether the kernel takes these four-dimensional tensors, and outputs and gradients need no other form."""
+    if dispatch.obstacle(q, k, v) or q.ndim != 4:
+        return False
+    if torch.is_autocast_enabled("cpu") or (is_causal and q.shape[-2] != k.shape[-2]):
+        return False
+    return q.shape[-1] == v.shape[-1] and takes_flash(q, k, v, is_causal=is_causal)
+
+
+def with_key_bias(
+    q: Float[Tensor, "batch heads length width"],
+    k: Float[Tensor, "batch heads keys width"],
+    v: Float[Tensor, "batch heads keys width"],
+    b: Float[Tensor, "batch heads keys"],
+    *,
+    is_causal: bool,
+) -> Float[Tensor, "batch heads length width"]:
+    """``softmax(Q K^T + 1 b^T) V``, causal among as many queries as keys."""
+    dispatch.record("torch's fused kernel", "the bias of a key is a mask of one row")
+    return _BIASED(q, k, v, b, is_causal=is_causal)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, b: Tensor, *, is_causal: bool) -> Tensor:
+    scores = q @ k.mT + b[..., None, :]
+    mask = masks.causal(q.shape[-2], k.shape[-2], q.device) if is_causal else None
+    return masks.masked_softmax(scores, mask) @ v
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, b: Tensor, *, keep: bool, is_causal: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return flash_forward(q, k, v, b[..., None, :], keep=keep, is_causal=is_causal, scale=1.0)
+
+
+def _backward(
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    *, is_causal: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    q, k, v, b = inputs
+    width = q.shape[-1]
+    more = width // _MULTIPLE * _MULTIPLE + _MULTIPLE - width
+    ones = pad(q.new_ones(*q.shape[:-1], 1), (0, more - 1))
+    wide = torch.cat([q, ones], -1), torch.cat([k, pad(b[..., None], (0, more - 1))], -1), pad(v, (0, more))
+    out, gradient = pad(outputs[0], (0, more)), pad(gradients[0], (0, more))
+    grads = flash_backward((*wide, None), (out,), kept, (gradient,), is_causal=is_causal, scale=1.0)
+    dq, dk, dv = (x for x in grads if x is not None)
+    return dq[..., :width], dk[..., :width], dv[..., :width], dk[..., width]
+
+
+_BIASED = CustomGradient(_plain, _forward, _backward)
+
+
+def dense_attention(
+    q: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch keys values"],
+    w: Layer,
+    *,
+    is_causal: bool,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``softmax(relu(q_i) W + b) v``: long and without a mask by torch's fused kernel."""
+    if key_mask is None and not rows.against(v, q.shape[-2]):
+        k, b = narrow(w.W, v.shape[-2], axis=-1).mT, narrow(w.b, v.shape[-2], axis=-1)
+        k, b = k.contiguous().expand(*v.shape[:-2], *k.shape[-2:]), b.expand(v.shape[:-1])
+        if serves(q, k, v, is_causal=is_causal):
+            return with_key_bias(q.relu(), k, v, b, is_causal=is_causal)
+    return attend(v, dense_scores(q, w, v.shape[-2]), is_causal=is_causal, key_mask=key_mask)
+
+
+def outer_scores(q: Float[Tensor, "*batch length width"], w: LayerPair) -> Scores:
+    """``A_i,(j // b) B_i,(j mod b)`` for key j: a row of a b scores out of a + b numbers, from two dense layers."""
+    A, B = (q.relu() @ each.W + each.b[..., None, :] for each in w)
+    return Scores(X=A, Y=B)
 
 
 class _Synthesizer(MaskedAttention[Any, KVCache]):
@@ -35,7 +218,7 @@ class _Synthesizer(MaskedAttention[Any, KVCache]):
     ) -> Tensor:  # fmt: skip
         """Softmax of the scores under any mask, times the values."""
         scores = self.scores(q, k, w, first=0, keys=v.shape[-2])
-        return synthesis.attend(v, scores, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout)
+        return attend(v, scores, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout)
 
     @in_float32
     def advance(
@@ -45,7 +228,7 @@ class _Synthesizer(MaskedAttention[Any, KVCache]):
         state = append(state, k if self.traits.reads == "qkv" else k[..., :0], v, key_mask)
         keys = state.v.shape[-2]
         scores = self.scores(q, state.k, w, first=keys - q.shape[-2], keys=keys)
-        return synthesis.attend(state.v, scores, is_causal=True, key_mask=state.visible), state
+        return attend(state.v, scores, is_causal=True, key_mask=state.visible), state
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,20 +237,20 @@ class DenseSynthesizer(_Synthesizer):
 
     traits = _DENSE
 
-    def weights(self, shape: Shape) -> synthesis.Layer:
+    def weights(self, shape: Shape) -> Layer:
         """The layer after the projection to q, one output per position."""
-        return synthesis.layer(shape.heads, shape.head_dim, shape.max_len)
+        return layer(shape.heads, shape.head_dim, shape.max_len)
 
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Attend to the columns of the layer as keys, where torch's kernel takes that; else a block at a time."""
         self.within(v.shape[-2], w.b.shape[-1])
-        return synthesis.dense_attention(q, v, w, is_causal=is_causal, key_mask=key_mask)
+        return dense_attention(q, v, w, is_causal=is_causal, key_mask=key_mask)
 
-    def scores(self, q: Tensor, k: Tensor, w: synthesis.Layer, *, first: int, keys: int) -> Scores:
+    def scores(self, q: Tensor, k: Tensor, w: Layer, *, first: int, keys: int) -> Scores:
         """One row per token."""
         self.within(keys, w.b.shape[-1])
-        return synthesis.dense_scores(q, w, keys)
+        return dense_scores(q, w, keys)
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,16 +268,16 @@ class FactorizedDenseSynthesizer(_Synthesizer):
     def __post_init__(self) -> None:
         at_least(self, "factor", 1 if self.factor is None else self.factor, 1)
 
-    def weights(self, shape: Shape) -> synthesis.LayerPair:
+    def weights(self, shape: Shape) -> LayerPair:
         """The two layers after the projection to q."""
         a = self.factor or max(round(shape.max_len**0.5), 1)
         sizes = (a, -(-shape.max_len // a))
-        return synthesis.LayerPair(*(synthesis.layer(shape.heads, shape.head_dim, size) for size in sizes))
+        return LayerPair(*(layer(shape.heads, shape.head_dim, size) for size in sizes))
 
-    def scores(self, q: Tensor, k: Tensor, w: synthesis.LayerPair, *, first: int, keys: int) -> Scores:
+    def scores(self, q: Tensor, k: Tensor, w: LayerPair, *, first: int, keys: int) -> Scores:
         """One row per token, out of two."""
         self.within(keys, w.A.b.shape[-1] * w.B.b.shape[-1])
-        return synthesis.outer_scores(q, w)
+        return outer_scores(q, w)
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,12 +295,12 @@ class RandomSynthesizer(_Synthesizer):
         """Learned, or drawn and kept."""
         return replace(_TABLE, learned=self.trainable, random=not self.trainable)
 
-    def weights(self, shape: Shape) -> synthesis.Table:
+    def weights(self, shape: Shape) -> Table:
         """The table, per head."""
-        R = synthesis.normal(shape.heads, shape.max_len, shape.max_len)
-        return synthesis.Table(R if self.trainable else R.detach())
+        R = normal(shape.heads, shape.max_len, shape.max_len)
+        return Table(R if self.trainable else R.detach())
 
-    def scores(self, q: Tensor, k: Tensor, w: synthesis.Table, *, first: int, keys: int) -> Scores:
+    def scores(self, q: Tensor, k: Tensor, w: Table, *, first: int, keys: int) -> Scores:
         """Rows of the table for these queries, columns for these keys."""
         self.within(max(first + q.shape[-2], keys), w.R.shape[-1])
         return Scores(R=narrow(narrow(w.R, q.shape[-2], axis=-2, start=first), keys, axis=-1))
@@ -138,12 +321,12 @@ class FactorizedRandomSynthesizer(_Synthesizer):
     def __post_init__(self) -> None:
         at_least(self, "rank", self.rank, 1)
 
-    def weights(self, shape: Shape) -> synthesis.Factors:
+    def weights(self, shape: Shape) -> Factors:
         """Thin tables whose product has variance one."""
         size = (shape.heads, shape.max_len, self.rank)
-        return synthesis.Factors(*(synthesis.normal(*size, std=self.rank**-0.25) for _ in range(2)))
+        return Factors(*(normal(*size, std=self.rank**-0.25) for _ in range(2)))
 
-    def scores(self, q: Tensor, k: Tensor, w: synthesis.Factors, *, first: int, keys: int) -> Scores:
+    def scores(self, q: Tensor, k: Tensor, w: Factors, *, first: int, keys: int) -> Scores:
         """Rows of the first table for these queries, of the second for these keys."""
         self.within(max(first + q.shape[-2], keys), w.R1.shape[-2])
         return Scores(Q=narrow(w.R1, q.shape[-2], axis=-2, start=first), K=narrow(w.R2, keys, axis=-2))
@@ -188,12 +371,12 @@ class MixtureSynthesizer(_Synthesizer):
             bounded=any(part.bounded for part in parts), random=any(part.random for part in parts),
         )  # fmt: skip
 
-    def weights(self, shape: Shape) -> synthesis.Mixed:
+    def weights(self, shape: Shape) -> Mixed:
         """Equal fractions, and what the components need."""
         parts = tuple(part.weights(shape) for part in self.components)
-        return synthesis.Mixed(synthesis.zeros(shape.heads, len(parts)), parts)
+        return Mixed(zeros(shape.heads, len(parts)), parts)
 
-    def scores(self, q: Tensor, k: Tensor, w: synthesis.Mixed, *, first: int, keys: int) -> Scores:
+    def scores(self, q: Tensor, k: Tensor, w: Mixed, *, first: int, keys: int) -> Scores:
         """The weighted sum of all scores."""
         pairs = zip(self.components, w.parts, strict=True)
         scores = [part.scores(q, k, weights, first=first, keys=keys) for part, weights in pairs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fast_attention.engine.custom_gradient import Tensors
-from fast_attention.engine.tiling import sink_gradient
+from fast_attention.engine.tiled import sink_gradient
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.arguments import Arguments, Maps
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
@@ -47,26 +46,7 @@ class Gradients(NamedTuple):
     weights: list[Tensor | None]
 
 
-FEW = 2**24  # features of all keys, 64 MiB in float32, up to which they are made once
 Add = Callable[[Tensor, Tensor | None], None]  # takes the gradients of values and log scales
-
-
-class Held(NamedTuple):
-    """The features of all keys, and the gradients of these."""
-
-    keys: Features
-    gradients: tuple[Tensor, Tensor] | None = None  # of values and log scales
-
-    def of(self, tokens: slice) -> Features:
-        """Those of some keys."""
-        values, log_scale = self.keys
-        return Features(values[:, tokens], None if log_scale is None else log_scale[:, tokens])
-
-    def add(self, tokens: slice, d_values: Tensor, d_log_scale: Tensor | None) -> None:
-        """Add the gradients of those of some keys."""
-        for whole, part in zip(self.gradients or (), (d_values, d_log_scale), strict=False):
-            if part is not None:
-                whole[:, tokens].add_(part)
 
 
 class TokenMaps(NamedTuple):
@@ -76,12 +56,9 @@ class TokenMaps(NamedTuple):
     weights: Tensors
     tokens: tuple[Tensor, Tensor]
     visible: Tensor | None  # None: every key is
-    held: Held | None = None
 
     def features(self, which: int, tokens: slice) -> Features:
         """Of some queries or keys, (heads, n, C), without a gradient."""
-        if which == 1 and self.held is not None:
-            return self.held.of(tokens)
         return _flattened(self._apply(which, tokens, self.tokens[which][..., tokens, :], self.weights))
 
     def _apply(self, which: int, tokens: slice, x: Tensor, weights: Sequence[Tensor | None]) -> Features:
@@ -92,8 +69,6 @@ class TokenMaps(NamedTuple):
         self, which: int, tokens: slice, into: Tensor, d_weights: Sequence[Tensor | None]
     ) -> tuple[Features, Add]:
         """``features``, and what adds the gradients of tokens and weights, given those of features."""
-        if which == 1 and self.held is not None:
-            return self.held.of(tokens), partial(self.held.add, tokens)
         twins = [
             w if d is None or w is None else w.detach().requires_grad_()
             for w, d in zip(self.weights, d_weights, strict=True)
@@ -117,10 +92,6 @@ class TokenMaps(NamedTuple):
                     goal.add_(gradient)
 
         return _flattened(Features(values.detach(), None if log_scale is None else log_scale.detach())), add
-
-    def holding(self, features: Features, gradients: tuple[Tensor, Tensor] | None = None) -> TokenMaps:
-        """With the features of all keys."""
-        return self._replace(held=Held(features, gradients))
 
 
 def _flattened(features: Features) -> Features:
@@ -161,11 +132,6 @@ class Call(NamedTuple):
     def scale(self) -> float:
         """The factor of dot products."""
         return self.widths[0] ** -0.5
-
-    @property
-    def few(self) -> bool:
-        """Whether the features of all keys are few enough to be made once."""
-        return self.tokens.k[..., 0].numel() * self.earlier.sums.shape[-2] <= FEW
 
     def zeros(self, weights: Any) -> Gradients:
         """Gradients yet to be added to, also for those of the weights that want one."""

@@ -1,4 +1,4 @@
-"""What queries read of far keys: of the sums outside their spans, and of the pairs inside that are not near."""
+"""What queries read of far keys: products of their features with the sums of the blocks outside their spans."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from torch import Tensor
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
 from fast_attention.mechanisms.hybrid.key_sums import multiply
-from fast_attention.mechanisms.hybrid.near import Sight
-from fast_attention.mechanisms.hybrid.pairs import Pairs, add_pair_gradients, tiles, weights
 from fast_attention.mechanisms.hybrid.positions import Chunk, in_blocks
 
 
@@ -19,7 +17,7 @@ def units_of(call: Call, chunk: Chunk, outside: FarSums) -> Tensor:
     return outside.log_scale[:, chunk.blocks].repeat_interleave(call.plan.block, -1)[:, :length]
 
 
-def products(call: Call, chunk: Chunk, outside: FarSums, sight: Sight) -> tuple[Tensor, Tensor]:
+def products(call: Call, chunk: Chunk, outside: FarSums) -> tuple[Tensor, Tensor]:
     """The sums that a chunk of queries reads of far keys, numerators and denominators (heads, L, Ev + 1), and their log
     scales (heads, L).
     """
@@ -28,13 +26,6 @@ def products(call: Call, chunk: Chunk, outside: FarSums, sight: Sight) -> tuple[
     for blocks, rows in _runs(call, chunk):
         features, into = (in_blocks(x[:, rows], blocks) for x in (queries.values, sums))
         multiply(features, outside.sums[:, chunk.blocks][:, blocks], out=into)
-    if call.plan.mixed:
-        pairs = Pairs.of(call, chunk, call.maps.features(1, chunk.keys), outside.log_scale[:, chunk.blocks])
-        sums.mul_((log_scale - pairs.unit).exp_()[..., None])
-        log_scale = pairs.unit
-        for rows, keys, far in tiles(call, chunk, sight):
-            products = weights(rows.read(queries.values), keys.read(pairs.keys.values), far)
-            multiply(products, keys.read(pairs.weighed), out=rows.read(sums), add=True)
     return sums, log_scale if queries.log_scale is None else log_scale + queries.log_scale
 
 
@@ -42,20 +33,13 @@ def _runs(call: Call, chunk: Chunk) -> list[tuple[slice, slice]]:
     return chunk.runs(chunk.queries.stop - chunk.queries.start, call.plan.block)
 
 
-def add_gradients(
-    call: Call, chunk: Chunk, outside: FarSums, sight: Sight, above: Tensor, d: Gradients, d_outside: Tensor
-) -> None:
+def add_gradients(call: Call, chunk: Chunk, outside: FarSums, above: Tensor, d: Gradients, d_outside: Tensor) -> None:
     """Add the gradients of ``products``, given that of the sums."""
     queries, pull = call.maps.differentiable(0, chunk.queries, d.q, d.weights)
-    d_queries, outer = torch.zeros_like(queries.values), above
-    if call.plan.mixed:
-        keys, pull_keys = call.maps.differentiable(1, chunk.keys, d.k, d.weights)
-        pairs = Pairs.of(call, chunk, keys, outside.log_scale[:, chunk.blocks])
-        pull_keys(*add_pair_gradients(call, chunk, sight, pairs, above, queries.values, d_queries, d))
-        outer = above * (units_of(call, chunk, outside) - pairs.unit).exp_()[..., None]
+    d_queries = torch.zeros_like(queries.values)
     sums, d_sums = outside.sums[:, chunk.blocks], d_outside[:, chunk.blocks]
     for blocks, rows in _runs(call, chunk):
-        features, gradient = (in_blocks(x[:, rows], blocks) for x in (queries.values, outer))
+        features, gradient = (in_blocks(x[:, rows], blocks) for x in (queries.values, above))
         multiply(gradient, sums[:, blocks].mT, out=in_blocks(d_queries[:, rows], blocks), add=True)
         multiply(features.mT, gradient, out=d_sums[:, blocks])
     pull(d_queries, torch.linalg.vecdot(d_queries, queries.values))

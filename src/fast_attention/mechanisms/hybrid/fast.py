@@ -21,7 +21,6 @@ from fast_attention.mechanisms.hybrid import far, key_sums, near, reference
 from fast_attention.mechanisms.hybrid.arguments import Maps
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
 from fast_attention.mechanisms.hybrid.far_sums import FarSums, sums_outside
-from fast_attention.mechanisms.hybrid.pairs import OutOfRange
 from fast_attention.mechanisms.hybrid.positions import Chunk, Plan
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear.kernelised import Kernelised, TokenMap
@@ -72,25 +71,19 @@ def near_far_attention(
 def _forward(*tensors: Any, maps: Maps, plan: Plan, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
     call = Call.of(tensors, maps, plan)
     sight = near.Sight.of(plan, call.tokens.q, tensors[9])
-    if call.few and plan.mixed:
-        keys = call.maps.features(1, slice(0, tensors[1].shape[-2]))
-        call = call._replace(maps=call.maps.holding(keys))
     blocks = key_sums.block_sums(call)
     outside = sums_outside(blocks, call.earlier, plan, begin=key_sums.held(call).start)
     q, k = call.tokens[:2]
     out, logs = torch.empty_like(q), q.new_empty(len(q), 2, q.shape[1])
-    try:
-        for chunk in plan.query_chunks(q, k):
-            _write(call, chunk, outside, sight, out[:, chunk.queries], logs[..., chunk.queries])
-    except OutOfRange:
-        return reference.near_far(*tensors, maps=maps, plan=plan), ()
+    for chunk in plan.query_chunks(q, k):
+        _write(call, chunk, outside, sight, out[:, chunk.queries], logs[..., chunk.queries])
     return call.unflattened(out, 1), (*blocks, out, logs) if keep else ()
 
 
 def _write(call: Call, chunk: Chunk, outside: FarSums, sight: near.Sight, out: Tensor, logs: Tensor) -> None:
     """Write the outputs of a chunk of queries, the logarithms of their normalisers and of the units of far sums."""
     tokens = call.tokens.part(chunk)
-    sums, log_scale = far.products(call, chunk, outside, sight)
+    sums, log_scale = far.products(call, chunk, outside)
     denominator = sums[..., -1].contiguous()
     negligible = denominator < reference.least(sums)
     denominator.masked_fill_(negligible, 1.0)
@@ -131,15 +124,9 @@ def _backward(
     maps: Maps,
     plan: Plan,
 ) -> Tensors:
-    if not kept:
-        return _of_reference(inputs, grad_out[0], maps, plan)
     call = Call.of(inputs, maps, plan)
     sight = near.Sight.of(plan, call.tokens.q, inputs[9])
-    d, pull, d_keys = call.zeros(inputs[11:]), None, ()
-    if call.few and plan.mixed:
-        keys, pull = call.maps.differentiable(1, slice(0, d.k.shape[-2]), d.k, d.weights)
-        d_keys = torch.zeros_like(keys.values), torch.zeros_like(keys.values[..., 0])
-        call = call._replace(maps=call.maps.holding(keys, d_keys))
+    d = call.zeros(inputs[11:])
     out, logs, gradient = kept[2], kept[3], call.wide(grad_out[0])
     leaves = [sums.detach().requires_grad_() for sums in (kept[0], call.earlier.sums)]
     with torch.enable_grad():
@@ -149,11 +136,9 @@ def _backward(
     for chunk in plan.query_chunks(*call.tokens[:2]):
         tokens = chunk.queries
         above = _add_gradients(call, chunk, sight, out[:, tokens], logs[..., tokens], gradient[:, tokens], d)
-        far.add_gradients(call, chunk, fixed, sight, above, d, d_outside)
+        far.add_gradients(call, chunk, fixed, above, d, d_outside)
     d_blocks, d_earlier = torch.autograd.grad(outside.sums, leaves, d_outside, allow_unused=True)
     key_sums.add_block_gradients(call, d_blocks, d)
-    if pull is not None:
-        pull(*d_keys)
     d_sinks = call.unflattened(d.sinks.k, 0), call.unflattened(d.sinks.v, 1)
     d_earlier = None if d_earlier is None else d_earlier.view(inputs[7].shape)
     d_learned = call.of_learned(logs[:, 0], gradient, out)
@@ -181,15 +166,6 @@ def _add_gradients(
     torch.mul(gradient[..., : call.widths[1]], factors, out=above[..., :-1])
     torch.mul(total, -factors, out=above[..., -1:])
     return above
-
-
-def _of_reference(inputs: Tensors, gradient: Tensor, maps: Maps, plan: Plan) -> Tensors:
-    with torch.enable_grad():
-        twins = [x.detach().requires_grad_() if x is not None and x.requires_grad else x for x in inputs]
-        out = reference.near_far(*twins, maps=maps, plan=plan)
-    wanted = [x for x in twins if x is not None and x.requires_grad]
-    gradients = iter(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
-    return tuple(next(gradients) if x is not None and x.requires_grad else None for x in twins)
 
 
 _TILES = CustomGradient(reference.near_far, _forward, _backward)

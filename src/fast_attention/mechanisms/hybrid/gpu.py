@@ -1,7 +1,7 @@
 """Near keys by torch's FlexAttention, with the logarithms of its normalisers; far ones by products of features.
 
 Every part of a query's keys gives the mean of its values and the logarithm of its weights: the near keys, the sums over
-blocks of far ones, far keys in the span of a block, sink tokens. A softmax over these logarithms makes one mean of all.
+blocks of far ones, sink tokens. A softmax over these logarithms makes one mean of all.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fast_attention.engine.blocks import join, slices, split
+from fast_attention.engine.blocks import join, split
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import symbolic
@@ -27,7 +27,6 @@ from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.reference import masked_keys
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
-from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.mechanisms.sparse.selected import Selected
 
 
@@ -39,7 +38,7 @@ class Part(NamedTuple):
 
 
 def obstacle(
-    near: Local | BlockLocal | Selected, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool
+    near: BlockLocal | Selected, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool
 ) -> str:
     """Why this call does not run this way; empty where it does."""
     if isinstance(near, Selected):
@@ -52,33 +51,29 @@ def obstacle(
 
 
 def near_part(
-    near: Local | BlockLocal, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool
+    near: BlockLocal, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Outputs of queries over their near keys alone, and the logarithms of their normalisers."""
-    if isinstance(near, BlockLocal):
-        sides = {"before": near.before, "after": near.after}
-        pattern = patterns.blocks(q, k, near.block_size, **sides, is_causal=is_causal)
-    else:
-        left, right = near.sides
-        pattern = patterns.window(q, k, left=left, right=0 if is_causal else right)
+    sides = {"before": near.before, "after": near.after}
+    pattern = patterns.blocks(q, k, near.block_size, **sides, is_causal=is_causal)
     return flex.attend_with_logs(q, k, v, pattern, key_mask, scale=near.scale)
 
 
 @in_float32
 def merged(
     near_out: Tensor, near_log: Tensor, q: Tensor, k: Tensor, v: Tensor, others: Tensor, sinks: SinkTokens,
-    learned: Tensor | None, far: Kernelised[Any], w: Any, near: Local | BlockLocal, *, is_causal: bool,
+    learned: Tensor | None, far: Kernelised[Any], w: Any, near: BlockLocal, *, is_causal: bool,
 ) -> Tensor:  # fmt: skip
     """Outputs over all parts; ``others`` (..., 1, S): the visible keys, near and far, but for the sink tokens."""
     length, keys = q.shape[-2], k.shape[-2]
     start = keys - length
-    front = start % near.block_size if isinstance(near, BlockLocal) else 0
+    front = start % near.block_size
     plan = plan_of(near, length + front, keys, start - front, is_causal=is_causal)
     phi_q, phi_k = far.per_token(w)
     queries, features = phi_q(pad(q, (0, 0, front, 0))), masked_keys(phi_k, k, others)
-    rest = [_outside(queries, features, v, plan), *_in_spans(queries, features, v, others, plan)]
-    rest = [Part(*(x[..., front : front + length, :] for x in (part.log[..., None], part.mean))) for part in rest]
-    parts = [Part(near_log.clamp(min=FLOOR)[..., None], near_out), *rest]
+    far_part = _outside(queries, features, v, plan)
+    far_part = Part(*(x[..., front : front + length, :] for x in (far_part.log[..., None], far_part.mean)))
+    parts = [Part(near_log.clamp(min=FLOOR)[..., None], near_out), far_part]
     if sinks.k.shape[-2]:
         parts.append(_sinks(near, q, sinks, start, is_causal=is_causal))
     logs = [part.log for part in parts]
@@ -106,40 +101,12 @@ def _outside(queries: Features, keys: Features, v: Tensor, plan: Plan) -> Part:
     return Part(join(log, length)[..., 0], join(mean, length))
 
 
-def _in_spans(
-    queries: Features, keys: Features, v: Tensor, others: Bool[Tensor, "*#batch 1 keys"], plan: Plan
-) -> list[Part]:
-    """The far keys in the span of a block, which the queries of a window have, those of whole blocks have not."""
-    sight, block, length, parts = reference.Sight.of(plan, v.device), plan.block, queries.values.shape[-2], []
-    rows = Features(split(queries.values, block), _split_row(queries.log_scale, block))
-    for columns in plan.mixed:
-        size = columns.stop - columns.start
-        first = plan.start - plan.behind + columns.start
-
-        def around(x: Tensor, first: int = first, size: int = size) -> Tensor:
-            return slices(x, block=block, behind=0, ahead=size - block, number=plan.query_blocks, start=first)
-
-        scale = None if keys.log_scale is None else around(keys.log_scale[..., None])[..., 0]
-        logs = reference.estimated(rows, Features(around(keys.values), scale), slice(0, size))
-        hidden = sight.near[:, columns] | ~around(others[..., None])[..., 0][..., None, :]
-        hidden = hidden if sight.masked is None else hidden | sight.masked[:, columns]
-        logs = logs.masked_fill(hidden, FLOOR).clamp(min=FLOOR)
-        weights = logs.softmax(-1).masked_fill(hidden, 0.0)
-        log = logs.logsumexp(-1, keepdim=True)
-        parts.append(Part(join(log, length)[..., 0], join(weights @ around(v), length)))
-    return parts
-
-
-def _sinks(near: Local | BlockLocal, q: Tensor, sinks: SinkTokens, start: int, *, is_causal: bool) -> Part:
+def _sinks(near: BlockLocal, q: Tensor, sinks: SinkTokens, start: int, *, is_causal: bool) -> Part:
     """Sink tokens, where they are not near and not yet to come; the first query stands at position ``start``."""
     logs, position = q @ sinks.k.mT * q.shape[-1] ** -0.5, sinks.position[..., None, :]
     at = start + torch.arange(q.shape[-2], device=q.device)[:, None]
-    if isinstance(near, BlockLocal):
-        apart = position.div(near.block_size, rounding_mode="floor") - at.div(near.block_size, rounding_mode="floor")
-        sides = near.before, near.after
-    else:
-        apart, sides = position - at, near.sides
-    hidden = ~sinks.present[..., None, :] | ((apart >= -sides[0]) & (apart <= sides[1]))
+    apart = position.div(near.block_size, rounding_mode="floor") - at.div(near.block_size, rounding_mode="floor")
+    hidden = ~sinks.present[..., None, :] | ((apart >= -near.before) & (apart <= near.after))
     hidden = hidden | (position > at) if is_causal else hidden
     logs = logs.masked_fill(hidden, FLOOR)
     weights = logs.softmax(-1).masked_fill(hidden, 0.0)

@@ -44,11 +44,10 @@ from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.reference import masked_keys
-from fast_attention.mechanisms.sparse import choosing
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.mechanisms.sparse.reference import take
-from fast_attention.mechanisms.sparse.selected import Selected
+from fast_attention.mechanisms.sparse.selected import Selected, of_blocks
 from fast_attention.value import at_least
 
 
@@ -71,7 +70,7 @@ def attend(
     """
     size, (phi_q, phi_k) = near.block_size, far.per_token(w)
     dispatch.record("chosen blocks exact, the others as sums of features", f"{near!r} leaves blocks out")
-    table = choosing.of_blocks(q, k, key_mask, size=size, topk=near.topk)
+    table = of_blocks(q, k, key_mask, size=size, topk=near.topk)
     sinks, others = SinkTokens.of(k, v, append(None, k, v, key_mask).visible, first=first, last=last)
     sinks = SinkTokens(sinks.k[..., None, :, :], sinks.v[..., None, :, :], sinks.position[..., None, :])
     queries, keys = phi_q(q), masked_keys(phi_k, k, others)
@@ -120,7 +119,7 @@ class HybridWeights(NamedTuple):
 class NearFar(Attention[Any, State]):
     """Two parts under one normaliser."""
 
-    near: Local | BlockLocal | Selected
+    near: BlockLocal | Selected
     far: Kernelised[Any]
 
     @property
@@ -165,7 +164,7 @@ class NearFar(Attention[Any, State]):
         return q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
 
     @property
-    def window(self) -> Local | BlockLocal:
+    def window(self) -> BlockLocal:
         """``near`` where it goes by positions; where it is chosen, nothing asks."""
         assert not isinstance(self.near, Selected)
         return self.near
@@ -176,7 +175,7 @@ class NearFar(Attention[Any, State]):
         return None if isinstance(self.near, Selected) else self.near.bias
 
 
-def declared(near: Local | BlockLocal | Selected, far: Traits) -> Traits:
+def declared(near: BlockLocal | Selected, far: Traits) -> Traits:
     """The far part decides whether weights are trained or drawn; chosen blocks are not causal; sinks are learned."""
     traits = by_choice(far) if isinstance(near, Selected) else by_window(far, near.bias)
     return learned_sinks.learned(traits) if near.sinks else traits
@@ -214,10 +213,8 @@ def by_choice(far: Traits) -> Traits:
     )
 
 
-def check_window(message: str, window: Local | BlockLocal) -> None:
+def check_window(message: str, window: BlockLocal) -> None:
     """Raise a ``ValueError`` that begins with ``message`` unless far keys can share the normaliser of this window."""
-    if isinstance(window, Local) and window.dilation != 1:
-        raise ValueError(f"{message}: near must see every key of its window: leave out its dilation")
     if isinstance(window.bias, TransformerXL):
         raise ValueError(f"{message}: near takes ALiBi() or T5Buckets(), as far keys meet no vectors of positions")
 
@@ -233,16 +230,15 @@ class Hybrid(NearFar[HybridState]):
     window over everything is softmax.
 
     Args:
-        near: The window, or the neighbouring blocks: with ``BlockLocal`` the far keys are whole blocks, which takes
-            less time. ``Selected`` takes the blocks that matter most, and is not causal here. Its ``scale`` serves
-            both parts; its ``bias`` acts on near keys that are no sink tokens.
+        near: The neighbouring blocks. ``Selected`` takes the blocks that matter most, and is not causal here. Its
+            ``scale`` serves both parts; its ``bias`` acts on near keys that are no sink tokens.
         far: The linear attention whose maps estimate the rest; its ``eps`` is not used. Its weights are those of this
             mechanism.
         first: Visible keys at the beginning that every query weighs exactly.
         last: Visible keys at the end that every query weighs exactly; none where causal.
     """
 
-    near: Local | BlockLocal | Selected = Local(window=64)  # noqa: RUF009
+    near: BlockLocal | Selected = BlockLocal()  # noqa: RUF009
     far: Kernelised[Any] = FavorPlus()  # noqa: RUF009
     first: int = 1
     last: int = 1
@@ -255,8 +251,14 @@ class Hybrid(NearFar[HybridState]):
     def __post_init__(self) -> None:
         """Check the settings."""
         message = f"Hybrid(near={self.near!r}, far={self.far!r})"
-        if not isinstance(self.near, Local | BlockLocal | Selected):
-            raise ValueError(f"{message}: near must be a window such as Local(window=64), BlockLocal() or Selected()")
+        if isinstance(self.near, Local):
+            size = max(*self.near.sides, 1)
+            raise ValueError(
+                f"{message}: a sliding window beside a far part is gone. What would work: "
+                f"near=BlockLocal(block_size={size}), which sees every key that this window sees, and more"
+            )
+        if not isinstance(self.near, BlockLocal | Selected):
+            raise ValueError(f"{message}: near must be BlockLocal() or Selected()")
         if not isinstance(self.near, Selected):
             check_window(message, self.near)
         if not isinstance(self.far, Kernelised):
@@ -275,7 +277,7 @@ class Hybrid(NearFar[HybridState]):
     ) -> Tensor:  # fmt: skip
         """``near_far_attention`` of queries from position ``start`` on, in front of which whole blocks are padded."""
         length, keys = q.shape[-2], near.k.shape[-2]
-        front = start % self.near.block_size if isinstance(self.near, BlockLocal) else 0
+        front = start % self.window.block_size
         q = self.scaled(q)
         if symbolic() or front:
             q = pad(q, (0, 0, front, 0))

@@ -87,18 +87,12 @@ def _runs(call: Call, chunk: Chunk) -> list[tuple[slice, slice, slice]]:
     return [(slice(blocks.start + shift, blocks.stop + shift), blocks, rows) for blocks, rows in runs]
 
 
-def visible_scales(call: Call, chunk: Chunk, keys: Features) -> Tensor | None:
-    """The log scales of the keys that are summed up, ``FLOOR`` for others."""
-    if keys.log_scale is None:
-        return None
-    return keys.log_scale.masked_fill(~call.summed[:, chunk.keys], FLOOR)
-
-
 def _largest(call: Call, chunk: Chunk, keys: Features) -> Tensor:
     """The largest log scale of every block of the chunk."""
-    scales, block = visible_scales(call, chunk, keys), call.plan.block
-    if scales is None:
+    block = call.plan.block
+    if keys.log_scale is None:
         return call.tokens.k.new_zeros(len(call.tokens.k), chunk.number)
+    scales = keys.log_scale.masked_fill(~call.summed[:, chunk.keys], FLOOR)  # of the keys that are summed up
     missing = chunk.start + chunk.number * block - scales.shape[-1]
     return pad(scales, (-chunk.start, missing), value=FLOOR).unflatten(-1, (-1, block)).amax(-1)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fast_attention.engine import masks
 from fast_attention.engine.offsets import toeplitz
-from fast_attention.engine.tiling import bias_of
+from fast_attention.engine.tiled import bias_of
 from fast_attention.mechanisms.hybrid.call import Tokens
 from fast_attention.mechanisms.hybrid.positions import Chunk, Plan
 
@@ -56,10 +56,9 @@ class Group(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What a query of a block sees of its span, and which of it is near."""
+    """What a query of a block sees of its span."""
 
     near: Bool[Tensor, "block span"] | None  # None: all of it
-    far: Bool[Tensor, "block span"] | None  # None: nothing
     numbers: Float[Tensor, "heads block span"] | None = None  # what scores of near keys gain
 
     @staticmethod
@@ -68,36 +67,32 @@ class Sight(NamedTuple):
         device = q.device
         if numbers is not None:
             numbers = toeplitz(numbers.to(q.dtype), plan.block).repeat(len(q) // len(numbers), 1, 1)
-        if not plan.mixed and not plan.is_causal:
-            return Sight(None, None, numbers)
-        sides = plan.block, plan.behind, plan.ahead
-        right = 0 if plan.is_causal else None
-        near = masks.band(*sides, left=plan.left, right=plan.right, device=device)
-        visible = masks.band(*sides, left=None, right=right, device=device)
-        return Sight(near & visible, visible & ~near, numbers)
+        if not plan.is_causal:
+            return Sight(None, numbers)
+        return Sight(masks.band(plan.block, plan.behind, plan.ahead, left=None, right=0, device=device), numbers)
 
 
-def aligned(plan: Plan, chunk: Chunk, columns: slice) -> Iterator[tuple[Rows, Rows, slice]]:
-    """The queries of a chunk's blocks, the keys in some columns of their spans, and which columns these are: all blocks
-    together that have all their queries and keys, the others one by one, without those that have no such key.
+def aligned(plan: Plan, chunk: Chunk) -> Iterator[tuple[Rows, Rows, slice]]:
+    """The queries of a chunk's blocks, the keys in their spans, and which columns of the spans these are: all blocks
+    together that have all their queries and keys, the others one by one, without those that have no key.
     """
     length, keys = chunk.queries.stop - chunk.queries.start, chunk.keys.stop - chunk.keys.start
-    block, first, width = plan.block, chunk.start - plan.behind + columns.start, columns.stop - columns.start
+    block, first, width = plan.block, chunk.start - plan.behind, plan.span
     low = min(max(-(first // block), 0), chunk.number)
     high = max(min((keys - first - width) // block + 1, length // block, chunk.number), low)
     for n, number in [*((n, 1) for n in range(low)), (low, high - low), *((n, 1) for n in range(high, chunk.number))]:
         begin = first + n * block
         rows, left, right = min(block, length - n * block), max(-begin, 0), min(keys - begin, width)
         if number > 0 and right > left:
-            held = slice(columns.start + left, columns.start + right)
-            yield Rows(n * block, rows, number, block), Rows(begin + left, right - left, number, block), held
+            columns = slice(left, right)
+            yield Rows(n * block, rows, number, block), Rows(begin + left, right - left, number, block), columns
 
 
 def groups(plan: Plan, sight: Sight, chunk: Chunk, tokens: Tokens) -> Iterator[Group]:
     """The blocks of a chunk: those whose spans lie inside the keys, the others one by one, without those whose span
     holds no key.
     """
-    runs = [*aligned(plan, chunk, slice(0, plan.span))]
+    runs = [*aligned(plan, chunk)]
     for queries, keys, columns in runs if sight.near is not None or sight.numbers is not None else _paired(runs):
         near = None if sight.near is None else sight.near[: queries.size, columns]
         group = _group(queries, keys, near, tokens.masked)

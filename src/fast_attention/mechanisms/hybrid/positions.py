@@ -10,12 +10,9 @@ from torch import Tensor
 from fast_attention.engine.blocks import count, smaller
 from fast_attention.engine.tracing import exporting, symbolic
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
-from fast_attention.mechanisms.sparse.local import Local
 
-BLOCK = 64  # queries that share a span of keys, and keys that are summed up together
 CHUNK_TOKENS = 2**13  # tokens of a chunk or a quarter more, all heads together: a few MiB of features
 FEW = 96  # blocks of keys up to which the sums outside all spans are one product with a matrix of weights
-SHORT = 192  # keys up to which all of them are one span of all queries, in a window
 
 
 class Plan(NamedTuple):
@@ -33,33 +30,13 @@ class Plan(NamedTuple):
     before: int  # blocks of keys before the first span
 
     @staticmethod
-    def of(length: int, left: int, right: int, is_causal: bool, start: int) -> Plan:
-        """A window around each of ``length`` queries, the first at position ``start``. Spans are whole blocks, unless
-        causal. Few queries have small blocks, unless many keys before them must be summed up.
-        """
-        block = BLOCK if symbolic() else min(BLOCK, max(length, start - left))
-        ahead = 0 if is_causal else right + -(left + right) % block
-        return Plan._of(length, left, right, is_causal, start, block, left, ahead)
-
-    @staticmethod
-    def dense(length: int, left: int, right: int, is_causal: bool, start: int) -> Plan:
-        """A window, where all keys are the span of one block of all queries: the best for short sequences."""
-        return Plan._of(length, left, right, is_causal, start, length, start, 0)
-
-    @staticmethod
-    def of_blocks(length: int, block: int, before: int, after: int, is_causal: bool, start: int) -> Plan:
+    def of(length: int, block: int, before: int, after: int, is_causal: bool, start: int) -> Plan:
         """Whole blocks, counted from the first key: ``before`` and ``after`` that of a query, and its own.
 
         ``start`` begins a block.
         """
         behind, ahead = before * block, 0 if is_causal else after * block
-        return Plan._of(length, behind + block, block + ahead, is_causal, start, block, behind, ahead)
-
-    @staticmethod
-    def _of(
-        length: int, left: int, right: int, is_causal: bool, start: int, block: int, behind: int, ahead: int
-    ) -> Plan:
-        first = start - behind
+        left, right, first = behind + block, block + ahead, start - behind
         before = max(0, -(-first // block))
         number = count(length, block)
         return Plan(left, right, is_causal, start, block, number, behind, ahead, first - before * block, before)
@@ -90,16 +67,6 @@ class Plan(NamedTuple):
         """The blocks of keys from the first to the last that hold some of ``keys`` tokens."""
         low = min(max(0, -self.first // self.block), self.key_blocks)
         return slice(low, max(low, min(self.key_blocks, count(keys - self.first, self.block))))
-
-    @property
-    def mixed(self) -> list[slice]:
-        """The columns of a span in which some queries of the block are far from a key that they see."""
-        if self.left >= self.behind + self.block - 1 and (self.is_causal or self.right >= self.block - 1 + self.ahead):
-            return []
-        if not symbolic() and self.behind == self.start and self.query_blocks == 1:
-            return [slice(0, self.span)]
-        end = self.span if self.is_causal else max(self.block, self.left + self.right)
-        return [columns for columns in (slice(0, self.block), slice(end, self.span)) if columns.stop > columns.start]
 
     def inside(self, keys: int) -> bool:
         """Whether all spans lie inside a sequence of ``keys`` tokens."""
@@ -156,15 +123,9 @@ def in_blocks(x: Tensor, blocks: slice) -> Tensor:
     return x.unflatten(1, (blocks.stop - blocks.start, -1))
 
 
-def plan_of(near: Local | BlockLocal, length: int, keys: int, start: int, *, is_causal: bool) -> Plan:
-    """Where blocks lie for ``length`` queries from position ``start`` on; those of ``BlockLocal`` begin a block."""
+def plan_of(near: BlockLocal, length: int, keys: int, start: int, *, is_causal: bool) -> Plan:
+    """Where blocks lie for ``length`` queries from position ``start`` on, which begins a block."""
     end, rest = start + length if symbolic() else max(start + length, 1), keys - start
-    if isinstance(near, BlockLocal):
-        size = near.block_size
-        before, after = smaller(near.before, end // size), smaller(near.after, rest // size + 1)
-        return Plan.of_blocks(length, size, before, after, is_causal, start)
-    left, right = near.sides
-    left, right = smaller(left, end - 1), smaller(right, rest - 1)
-    if not symbolic() and start + length == keys <= SHORT:
-        return Plan.dense(length, left, right, is_causal, start)
-    return Plan.of(length, left, right, is_causal, start)
+    size = near.block_size
+    before, after = smaller(near.before, end // size), smaller(near.after, rest // size + 1)
+    return Plan.of(length, size, before, after, is_causal, start)

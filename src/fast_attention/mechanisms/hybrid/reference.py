@@ -1,15 +1,14 @@
 """Near and far keys under one normaliser: ``out_i = sum_j a_ij v_j / sum_j a_ij``, plain and differentiable.
 
 ``a_ij`` is ``exp(q_i . k_j / sqrt(d))`` where key j is near query i or a sink token, and ``phi_q(q_i) . phi_k(k_j)``
-elsewhere. A block of queries reads a span of keys around it. For pairs of the span outside the window, and for the keys
-outside the span, which are summed up and enter as one more key, the logarithm of the product of features is the logit.
+elsewhere. A block of queries reads a span of whole blocks of keys around it. For the keys outside the span, which are
+summed up and enter as one more key, the logarithm of the product of features is the logit.
 So one softmax normalises everything, and the exponential of a large number is never taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,6 @@ from fast_attention.mechanisms.linear.reference import masked_keys
 class Sight(NamedTuple):
     """Which keys of its span a query of a block sees, the same for every head."""
 
-    near: Bool[Tensor, "block span"]  # exactly
     masked: Bool[Tensor, "block span"] | None  # not at all; None: it sees all
     position: Int[Tensor, "blocks block"]  # of the queries
 
@@ -41,10 +39,9 @@ class Sight(NamedTuple):
     def of(plan: Plan, device: torch.device) -> Sight:
         """From where the blocks lie."""
         block, behind, ahead = plan.block, plan.behind, plan.ahead
-        near = masks.band(block, behind, ahead, left=plan.left, right=plan.right, device=device)
         later = ~masks.band(block, behind, ahead, left=None, right=0, device=device) if plan.is_causal else None
         first = torch.arange(plan.query_blocks, device=device)[:, None] * block + plan.start
-        return Sight(near, later, first + torch.arange(block, device=device))
+        return Sight(later, first + torch.arange(block, device=device))
 
 
 def near_far(*tensors: Any, maps: Maps, plan: Plan) -> Float[Tensor, "*batch length values"]:
@@ -70,7 +67,7 @@ _OPAQUE = Opaque(_near_and_far, lambda q, k, v, *others: (q.new_empty(*q.shape[:
 
 def attend_spans(x: Inputs, sight: Sight, plan: Plan) -> Float[Tensor, "*batch length values"]:
     """Outputs of blocks of queries over their spans, the sink tokens and the keys outside every span."""
-    block, span, q = plan.block, plan.span, x.q * x.q.shape[-1] ** -0.5
+    block, q = plan.block, x.q * x.q.shape[-1] ** -0.5
 
     def around(x: Tensor) -> Tensor:
         return slices(x, block=block, behind=plan.behind, ahead=plan.ahead, number=plan.query_blocks, start=plan.start)
@@ -88,16 +85,10 @@ def attend_spans(x: Inputs, sight: Sight, plan: Plan) -> Float[Tensor, "*batch l
     if sight.masked is not None:
         unknown = unknown | (x.sinks.position[..., None, None, :] > sight.position[..., None])
     queries = Features(split(x.queries.values, block), row(x.queries.log_scale, lambda t: split(t, block)))
-    keys = Features(around(x.keys.values), row(x.keys.log_scale, around))
-    exact, logits = split(q, block) @ around(x.k).mT, []
+    exact = split(q, block) @ around(x.k).mT
     if x.numbers is not None:
         exact = exact + offsets.toeplitz(x.numbers, block)[:, None]
-    ends = sorted({0, span, *(end for columns in plan.mixed for end in (columns.start, columns.stop))})
-    for columns in (slice(*pair) for pair in pairwise(ends)):
-        part = exact[..., columns]
-        if columns in plan.mixed:
-            part = torch.where(sight.near[:, columns], part, estimated(queries, keys, columns))
-        logits.append(part if masked is None else torch.where(masked[..., columns], float("-inf"), part))
+    logits = [exact if masked is None else torch.where(masked, float("-inf"), exact)]
     logits.append(sink_logits.masked_fill(unknown, float("-inf")))
     above = None if x.learned_sinks is None else x.learned_sinks[:, None]
     out, weights = (join(t, q.shape[-2]) for t in _softmax(logits, around(x.v), queries, x.outside, above))
@@ -129,13 +120,6 @@ def _softmax(
     mean = sums[..., :-1] / denominator.masked_fill(negligible, 1.0)[..., None]  # first: a weight may be far larger
     weight = weights[..., -1].masked_fill(negligible, 0.0)
     return weights[..., :keys] @ v + weight[..., None] * mean, weights[..., keys:-1]
-
-
-def estimated(queries: Features, keys: Features, columns: slice) -> Tensor:
-    """Logits from features, for some keys of the spans."""
-    (fq, a), (fk, b) = queries, keys
-    a, b = None if a is None else a[..., None], None if b is None else b[..., None, columns]
-    return _log(fq @ fk[..., columns, :].mT, a, b)
 
 
 def _log(product: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:

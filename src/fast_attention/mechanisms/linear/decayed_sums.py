@@ -4,6 +4,11 @@ Blocks of ``BLOCK`` tokens side by side: a masked product inside each, the decay
 them. Every exponent that is taken is at most zero; logarithms are summed in float64, where millions of tokens lose
 nothing. Long sequences go chunk by chunk through ``engine.chunked``. Decays are (..., L, 1), or (..., L, C), one for
 each feature of the keys.
+
+Scores of tokens whose features each decay by themselves (GLA, Yang et al. 2023): no exponent above zero is taken.
+
+Between the halves of a block, queries decay from the middle on and keys up to it: a product. Triangles fall into such
+squares by halving, down to single tokens.
 """
 
 from __future__ import annotations

@@ -22,15 +22,8 @@ from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.recurrence import Chunk, flat, groups, masked_rows
 from fast_attention.engine.workspace import Workspace
-from fast_attention.mechanisms.linear import (
-    fast_favor_causal,
-    fast_favor_chunks,
-    favor_gpu,
-    gpu,
-    linear_state,
-    reference,
-)
-from fast_attention.mechanisms.linear.fast_favor_chunks import RunningSums, inverse, keys_vjp
+from fast_attention.mechanisms.linear import fast_favor_causal, favor_gpu, gpu, linear_state, reference
+from fast_attention.mechanisms.linear.fast_favor_causal import RunningSums, inverse, keys_vjp
 from fast_attention.mechanisms.linear.linear_state import LinearState, normalise
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
@@ -166,7 +159,7 @@ def _chosen(
         return F.pad(out, (0, 0, extra, 0))
     lead, tensors = _flat(q, k, v, heads, key_mask)
     if is_causal:
-        size = fast_favor_chunks.tokens(phi, heads.rows)
+        size = fast_favor_causal.tokens(phi, heads.rows)
         dispatch.record("features chunk by chunk, with a running state", "causal", chunk=size)
     else:
         dispatch.record("features block by block", "every query sees all keys", block=TOKENS)

@@ -22,7 +22,7 @@ from fast_attention.mechanisms.linear import (
     linear_state,
     reference,
 )
-from fast_attention.mechanisms.linear.fast_linear_chunks import divide, protected
+from fast_attention.mechanisms.linear.fast_linear_causal import divide, protected
 from fast_attention.mechanisms.linear.linear_state import LinearState, normalise
 
 MAPS = EluPlusOne(), Relu()  # one operation for compilers, whose graphs on disk hold numbers of this list

@@ -14,8 +14,8 @@ from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.recurrence import Chunk, flat, masked_rows
 from fast_attention.engine.workspace import Workspace
 from fast_attention.feature_maps.feature_map import InPlace
-from fast_attention.mechanisms.linear import fast_linear_chunks, linear_state, reference
-from fast_attention.mechanisms.linear.fast_linear_chunks import features, features_vjp, inside
+from fast_attention.mechanisms.linear import fast_linear_causal, linear_state, reference
+from fast_attention.mechanisms.linear.fast_linear_causal import features, features_vjp, inside
 
 TILE = 256  # tokens of one product among those that run side by side
 FACTOR = 2  # of a causal chunk's: fewer tensors are alive here, and fewer calls share the work of two threads better
@@ -25,7 +25,7 @@ State = tuple[Tensor, Tensor]  # of phi(k) v^T (rows, C, Ev) and of phi(k) (rows
 
 def _chunks(x: Tensor, values: int, phi: InPlace) -> list[list[Chunk]]:
     (rows, length), width = x.shape[:2], phi.width(x.shape[-1])
-    return fast_linear_chunks.chunks(rows, length, TILE, max(width * values, TILE * max(width, values)), FACTOR)
+    return fast_linear_causal.chunks(rows, length, TILE, max(width * values, TILE * max(width, values)), FACTOR)
 
 
 class _Sums:
@@ -60,7 +60,7 @@ def _summarise(k: Tensor, v: Tensor, masked: Tensor | None, phi: InPlace, worksp
         sums = _Sums(state, chunks, workspace)
         for chunk in chunks:
             keys = features(phi, k, chunk, workspace, "features", masked)
-            sums.add(keys, fast_linear_chunks.tokens(v, chunk, workspace, "values", masked), inside(keys, chunk))
+            sums.add(keys, fast_linear_causal.tokens(v, chunk, workspace, "values", masked), inside(keys, chunk))
     return state
 
 
@@ -70,13 +70,13 @@ def _forward(
     length, values, workspace = q.shape[-2], v.shape[-1], Workspace(v)
     kv, z = _summarise(flat(k), flat(v), masked_rows(key_mask, k), phi, workspace)
     out, denominators = v.new_empty((*q.shape[:-1], values)), v.new_empty((len(kv), length, 1))
-    q, outputs, safe = flat(q), flat(out), fast_linear_chunks.protected(phi, eps)
+    q, outputs, safe = flat(q), flat(out), fast_linear_causal.protected(phi, eps)
     for chunk in (chunk for chunks in _chunks(q, values, phi) for chunk in chunks):
         queries = inside(features(phi, q, chunk, workspace, "features"), chunk)
         denominator = chunk.of(denominators)
         torch.bmm(z[chunk.rows], queries.mT, out=denominator.mT)  # the vector on the left, which is the faster side
         numerator = torch.bmm(queries, kv[chunk.rows], out=workspace("product", *queries.shape[:-1], values))
-        fast_linear_chunks.divide(numerator, denominator, eps, chunk.of(outputs), safe=safe)
+        fast_linear_causal.divide(numerator, denominator, eps, chunk.of(outputs), safe=safe)
     return out, ((denominators, kv, z) if keep else ())
 
 
@@ -113,7 +113,7 @@ def _query_gradients(
         sums = _Sums(d_state, chunks, workspace)
         for chunk in chunks:
             tiles = features(phi, q, chunk, workspace, "features")
-            d_tiles, d_rows = fast_linear_chunks.quotient_vjp(*quotients, chunk, workspace)
+            d_tiles, d_rows = fast_linear_causal.quotient_vjp(*quotients, chunk, workspace)
             queries, d_numerator, d_denominator = (inside(x, chunk) for x in (tiles, d_tiles, d_rows))
             sums.add(tiles, d_tiles, queries, d_denominator.mT)
             d_queries = torch.bmm(d_numerator, kv[chunk.rows].mT, out=workspace("product", *queries.shape))

@@ -15,7 +15,7 @@ from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.relative import Grouped, Relative
-from fast_attention.engine.tiling import Bias, Sinks, Span, Tile, Tiling, bias_of
+from fast_attention.engine.tiled import Bias, Sinks, Span, Tile, Tiling, bias_of
 from fast_attention.mechanisms.sparse import reference
 
 ROWS = 64  # queries of a tile

@@ -18,8 +18,7 @@ from fast_attention.engine.blocks import split_mask
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tiled import flatten
-from fast_attention.engine.tiling import shares, sink_gradient
+from fast_attention.engine.tiled import flatten, shares, sink_gradient
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.sparse import past_blocks
 from fast_attention.mechanisms.sparse.past_blocks import Tiles

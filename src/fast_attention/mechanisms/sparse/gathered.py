@@ -16,7 +16,7 @@ from fast_attention.engine.offsets import Positions, Terms, diagonals, toeplitz
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.relative import Grouped
-from fast_attention.engine.tiling import Blocks, Sinks, Span, Tile, Tiling, bias_of
+from fast_attention.engine.tiled import Blocks, Sinks, Span, Tile, Tiling, bias_of
 from fast_attention.engine.workspace import Workspace
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanisms.sparse import reference

@@ -27,7 +27,7 @@ from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.fused import biased_attention, fused_attention, open_attention
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tiling import Memory, Sinks, Span, Tile, Tiling, bias_of
+from fast_attention.engine.tiled import Memory, Sinks, Span, Tile, Tiling, bias_of
 from fast_attention.engine.tracing import symbolic
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.dense.softmax import softmax_attention
@@ -116,23 +116,23 @@ def ordered(length: int, apart: int) -> list[Move]:
 def rows(axis: Axis, length: int, moves: list[Move]) -> list[Rows]:
     """The rows of all tiles of a stripe, without what no query sees."""
     tiles = list[Rows]()
-    for queries, keys, seen in zip(*axis.places(length, torch.device("cpu")), strict=True):
+    for queries, keys, may_see in zip(*axis.places(length, torch.device("cpu")), strict=True):
         inside = ((queries >= 0) & (queries < length)).nonzero()[:, 0]
         for some in inside.split(axis.tile) if len(inside) else ():
-            read = seen[some].any(0).nonzero()[:, 0]
+            read = may_see[some].any(0).nonzero()[:, 0]
             ends = (int(queries[some[0]]), int(keys[read[0]]))
             first, first_key = (moves[at % axis.dilation][1].start + at // axis.dilation for at in ends)
-            tiles.append(Rows(first, first_key, seen[some][:, read]))
+            tiles.append(Rows(first, first_key, may_see[some][:, read]))
     return tiles
 
 
 def columns(axis: Axis, length: int) -> list[Columns]:
     """The columns of all stripes."""
     stripes = list[Columns]()
-    for queries, keys, seen in zip(*axis.places(length, torch.device("cpu")), strict=True):
+    for queries, keys, may_see in zip(*axis.places(length, torch.device("cpu")), strict=True):
         if ((queries >= 0) & (queries < length)).any():
             moves = (_move(x, length, axis.dilation) for x in (queries, keys))
-            stripes.append(Columns(next(moves), next(moves), seen))
+            stripes.append(Columns(next(moves), next(moves), may_see))
     return stripes
 
 

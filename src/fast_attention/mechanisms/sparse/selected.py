@@ -7,6 +7,11 @@ chooses for itself in Mixture of Block Attention (Lu et al. 2025, arXiv 2502.131
 
 The tiles of ``gathered.py`` hold one block of every head, and serve the backward pass, causal choices and blocks that
 see everything.
+
+Chooses the blocks of keys whose mean is nearest to a block of queries, or to one query.
+
+Choices are made in float64, whatever the inputs are: two blocks that score alike to the last digit would else be told
+apart differently by a pass, by its steps in decoding and by a compiler. A choice has no gradient.
 """
 
 from __future__ import annotations
@@ -15,22 +20,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fast_attention.biases.sinks import Sunk
 from fast_attention.engine import dispatch
-from fast_attention.engine.blocks import split_mask
+from fast_attention.engine.blocks import count, split, split_mask
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.kv_cache import KVCache, append
+from fast_attention.engine.opaque import opaque
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tiled import flatten, weights
-from fast_attention.engine.tiling import Sinks
+from fast_attention.engine.tiled import Sinks, flatten, weights
 from fast_attention.engine.tracing import symbolic
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.sparse import choosing, gathered, reference
+from fast_attention.mechanisms.sparse import gathered, reference
 from fast_attention.mechanisms.sparse.fast_past_blocks import chosen_softmax
 from fast_attention.value import at_least
 
@@ -100,6 +105,107 @@ def _visible(table: Tensor, key_mask: Tensor, index: Tensor, size: int) -> Tenso
 _fast = in_float32(CustomGradient(reference.gathered_softmax, _forward, gathered.tile_gradients))
 
 
+SCORES = 2**18  # of some queries and all blocks that are held at one time, 2 MiB
+NEVER = float("-inf")
+
+
+def shown(x: Tensor, key_mask: Tensor | None, size: int) -> Bool[Tensor, "*#batch blocks size"]:
+    """Which tokens of every block of ``x`` (..., length, width) are visible."""
+    mask = torch.ones(1, x.shape[-2], dtype=torch.bool, device=x.device) if key_mask is None else key_mask
+    return split_mask(mask, size)
+
+
+def pooled(
+    x: Float[Tensor, "*batch length width"], counted: Bool[Tensor, "*#batch blocks size"], *, every: bool = False
+) -> Float[Tensor, "*batch blocks width"]:
+    """The mean over the ``counted`` tokens of each block, ``every`` one of the sequence if so, in float64; or zeros."""
+    blocks = split(x.detach(), counted.shape[-1])
+    blocks = blocks if every else blocks.masked_fill(~counted[..., None], 0.0)
+    return _sums(blocks) / counted.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _sums(blocks: Float[Tensor, "*batch blocks size width"]) -> Float[Tensor, "*batch blocks width"]:
+    """``blocks.sum(-2, dtype=torch.float64)``, which would make a copy of all in float64 on a CPU, head by head."""
+    if dispatch.obstacle(blocks) or blocks.dtype == torch.float64 or blocks.dim() < 4:
+        return blocks.sum(-2, dtype=torch.float64)
+    heads = blocks.flatten(0, -4)
+    copy = heads.new_empty(heads.shape[1:], dtype=torch.float64)
+    sums = copy.new_empty(len(heads), copy.shape[0], copy.shape[2])
+    for head, out in zip(heads, sums, strict=True):
+        torch.sum(copy.copy_(head), -2, out=out)
+    return sums.view(*blocks.shape[:-2], blocks.shape[-1])
+
+
+def _table(q: Tensor, k: Tensor, key_mask: Tensor | None, *, size: int, topk: int) -> Tensor:
+    return q.new_empty(*q.shape[:-2], count(q.shape[-2], size), topk, dtype=torch.int64)
+
+
+@opaque(_table)
+def of_blocks(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch length width"],
+    key_mask: Bool[Tensor, "*#batch2 length"] | None,
+    *,
+    size: int,
+    topk: int,
+) -> Int[Tensor, "*batch blocks topk"]:
+    """For each block of queries its own block and the ``topk - 1`` others with the largest products of means.
+
+    -1 where there are no more blocks with a visible key. Both means are those of visible tokens; a block of queries
+    without any takes all of its own.
+    """
+    visible, every = shown(k, key_mask, size), key_mask is None
+    alive = visible.any(-1, keepdim=True)
+    scores = pooled(q, visible | ~alive, every=every) @ pooled(k, visible, every=every).mT
+    scores = scores.masked_fill(~alive.mT, NEVER)
+    block = torch.arange(scores.shape[-1], device=q.device)
+    return _best(scores.masked_fill(block[:, None] == block, float("inf")), topk)
+
+
+def _choices(q: Tensor, means: Tensor, alive: Tensor, *, size: int, start: int, number: int) -> Tensor:
+    return q.new_empty(*q.shape[:-1], number, dtype=torch.int64)
+
+
+@opaque(_choices)
+def of_tokens(
+    q: Float[Tensor, "*batch length width"],
+    means: Float[Tensor, "*batch blocks width"],
+    alive: Bool[Tensor, "*#batch2 blocks"],
+    *,
+    size: int,
+    start: int,
+    number: int,
+) -> Int[Tensor, "*batch length number"]:
+    """For each query, the first at position ``start``, the ``number`` blocks before its own of the largest products.
+
+    -1 where there are no more such blocks ``alive``, with a visible key.
+    """
+    q, length = q.detach(), q.shape[-2]
+    if symbolic():
+        return _of_some(q, means, alive, size=size, start=start, number=number)
+    rows, parts = max(SCORES // max(means[..., 0].numel(), 1), 1), []
+    for first in range(0, length, rows):
+        queries = q[..., first : first + rows, :]
+        past = (start + first + queries.shape[-2] - 1) // size  # blocks that the last of them may choose
+        some = {"size": size, "start": start + first, "number": number}
+        parts.append(_of_some(queries, means[..., :past, :], alive[..., :past], **some))
+    return torch.cat(parts, -2)
+
+
+def _of_some(q: Tensor, means: Tensor, alive: Tensor, *, size: int, start: int, number: int) -> Tensor:
+    block = (torch.arange(q.shape[-2], device=q.device) + start) // size
+    past = torch.arange(means.shape[-2], device=q.device) < block[:, None]
+    return _best((q.double() @ means.mT).masked_fill(~(alive[..., None, :] & past), NEVER), number)
+
+
+def _best(scores: Float[Tensor, "*batch rows blocks"], number: int) -> Int[Tensor, "*batch rows number"]:
+    """The blocks of the ``number`` largest scores, -1 where fewer are more than minus infinity."""
+    if symbolic() or scores.shape[-1] < number:
+        scores = torch.nn.functional.pad(scores, (0, number), value=NEVER)
+    values, blocks = scores.topk(number, sorted=False)
+    return blocks.masked_fill(values == NEVER, -1)
+
+
 def selected_attention(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch length width"],
@@ -133,14 +239,14 @@ def selected_attention(
     if is_causal:
         means, alive = block_means(k, key_mask, block_size)
         return attend_past(q, k, v, visible, means, alive, sinks, size=block_size, topk=topk, start=0, scale=scale)
-    table = choosing.of_blocks(q, k, key_mask, size=block_size, topk=topk)
+    table = of_blocks(q, k, key_mask, size=block_size, topk=topk)
     return table_softmax(q, k, v, table, visible, sinks, size=block_size, scale=scale)
 
 
 def block_means(k: Tensor, key_mask: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
     """The mean of every block's visible keys, in float64, and whether there is one; the last block may be shorter."""
-    counted = choosing.shown(k, key_mask, size)
-    return choosing.pooled(k, counted, every=key_mask is None), counted.any(-1)
+    counted = shown(k, key_mask, size)
+    return pooled(k, counted, every=key_mask is None), counted.any(-1)
 
 
 def attend_past(
@@ -148,7 +254,7 @@ def attend_past(
     sinks: Tensor | None, *, size: int, topk: int, start: int, scale: float | None,
 ) -> Tensor:  # fmt: skip
     """Outputs of queries from position ``start`` on, the last of which is the last key."""
-    choices = choosing.of_tokens(q, means, alive, size=size, start=start, number=topk - 1)
+    choices = of_tokens(q, means, alive, size=size, start=start, number=topk - 1)
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     return chosen_softmax(q, k, v, choices, visible, sinks, size=size, start=start, scale=factor)
 
