@@ -16,16 +16,14 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import measured
 import pictures
 
-from fast_attention import Attention, catalogue, files
+from fast_attention import Attention, Mixer, catalogue, files
 from fast_attention.engine.vehicles import VEHICLES
 from fast_attention.known_names import KNOWN
-from fast_attention.mechanism import Mixer
 from fast_attention.refusals import granting
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,18 +67,13 @@ def learned() -> str:
     """What studies found: exact attention, no mixing, and the best of the rest."""
     rows = []
     for study in measured.studies():
-        means = {name: fmean(values) for name, values in measured.learned(study).items()}
+        means = measured.learned(study)
         controls = [f"{means.pop(name):.3f}" for name in (measured.EXACT, measured.ALONE)]
         sign = -1 if study.meta["metric"] == "accuracy" else 1
         best = [f"`{name}` {mean:.3f}" for name, mean in sorted(means.items(), key=lambda each: sign * each[1])[:6]]
-        around = ", ".join([measured.budget(study), *measured.around(study)])
-        task = f"`{study.meta['task']}`, {around}: {study.meta['metric']} ({study.link})"
+        task = f"`{study.meta['task']}`, {measured.conditions(study)}: {study.meta['metric']} ({study.link})"
         rows.append((task, *controls, f"{', '.join(best)}; of {len(means)}"))
     return table(("learnt", "exact attention", "no mixing", "the best, of how many"), rows)
-
-
-def _ratio(over: dict[str, Any], under: dict[str, Any], what: str) -> str:
-    return f"{over[what] / under[what]:.2f}x" if what in over and what in under else "-"
 
 
 def swapped() -> str:
@@ -88,15 +81,18 @@ def swapped() -> str:
     record = measured.newest("costs")
     prices, rows = {(row["model"], row["length"]): row for row in record.held["prices"]}, []
     far = max(length for _, length in prices)
+
+    def ratio(over: str, under: str, what: str) -> str:
+        return f"{prices[over, far][what] / prices[under, far][what]:.2f}x" if what in prices[under, far] else "-"
+
     for row in sorted(record.held["rows"], key=lambda row: -row.get("sentence_cosine", -2.0)):
         cells = [f"`{row['mechanism']}`{' +' * row.get('learned', False)}"]
         if "sentence_cosine" in row:
-            old, new = prices["original", far], prices[row["mechanism"], far]
-            cells += [
-                f"{row['sentence_cosine']:.3f} ({row['worst_sentence_cosine']:.3f})",
-                f"{row['token_cosine']:.3f}",
-            ]
-            cells += [_ratio(old, new, "seconds"), _ratio(old, new, "attention_seconds"), _ratio(new, old, "bytes")]
+            name = row["mechanism"]
+            cells += [f"{row['sentence_cosine']:.3f} ({row['worst_sentence_cosine']:.3f})"]
+            cells += [f"{row['token_cosine']:.3f}"]
+            cells += [ratio("original", name, what) for what in ("seconds", "attention_seconds")]
+            cells += [ratio(name, "original", "bytes")]
         rows.append(cells if cells[1:] else [*cells, f"cannot: {row['note']}", *[""] * 4])
     heads = ("mechanism", "cosine of passages (worst)", "of tokens", f"time at {far:,}", "of attention", "memory")
     about = f"{record.meta['model']}, {record.meta['passages']} passages of {record.meta['length']} tokens"
@@ -124,9 +120,9 @@ def written() -> str:
 
 # records/README.md
 
-KINDS = {  # what a record's name begins with -> what it is, and what repeats it where the command is not in the record
+KINDS = {  # what a record's name begins with -> what it is, and the program where the record has its options only
     "against-exact": ("mechanisms beside exact attention", "python -m benchmarks.against_exact"),
-    "bench": ("every mechanism, the machine's limits, published packages", "make bench"),
+    "bench": ("every mechanism, the machine's limits, published packages", ""),
     "by-position": ("bits per byte by position, a small Llama extended", ""),
     "chosen-blocks": ("chosen blocks, windows and a Hybrid in MiniLM, untrained", ""),
     "compiled": ("every mechanism under torch.compile", "python -m benchmarks.compiled"),
@@ -140,31 +136,25 @@ KINDS = {  # what a record's name begins with -> what it is, and what repeats it
     "study": ("what mechanisms learn", ""),
     "window-and-mask": ("a window of pixels beside the same as a mask", "python -m benchmarks.against_exact"),
 }
-LEFT = r" --(?:resume|restart|out \S+)"  # options that say how it went on or where it was written
-
-
-def again(name: str, meta: dict[str, Any]) -> str:
-    """The command that repeats a record now, and what of it is gone."""
-    kind, given = next(kind for kind in KINDS if name[11:].startswith(kind)), meta.get("command", [meta.get("old", "")])
-    if kind == "study":
-        return "`python -m experiments.study`, [its options](../experiments/README.md#what-repeats-which-record)"
-    if kind == "reproduce":
-        given = ["python", "-m", f"experiments.reproductions.{meta['reproduction']}", *given[3:]]
-    words = KINDS[kind][1] if kind == "bench" else f"{KINDS[kind][1]} {re.sub(LEFT, '', shlex.join(given))}".strip()
-    gone = [part for part in given if re.match(r"[A-Z]\w*\(", part) and not measured.today(part, name[:10])]
-    return f"`{words}`" + f"; not today: {', '.join(f'`{part}`' for part in gone)}" * bool(gone)
+OPTIONS = "[its options](../experiments/README.md#what-repeats-which-record)"
 
 
 def recorded() -> str:
-    """Every record: what it is of, the command that repeats it, date and machine."""
+    """Every record: what it is of, the command that repeats it and what of that is gone, date and machine."""
     rows = []
     for path in sorted(measured.RECORDS.glob("*.json")):
         meta = json.loads(path.read_text(encoding="utf-8"))["meta"]
-        what = next(words for kind, (words, _) in KINDS.items() if path.name[11:].startswith(kind))
+        kind = next(kind for kind in KINDS if path.name[11:].startswith(kind))
+        (what, program), given = KINDS[kind], meta.get("command", [meta.get("old", "")])
+        if kind == "reproduce":
+            program, given = f"python -m experiments.reproductions.{meta['reproduction']}", given[3:]
+        gone = [part for part in given if re.match(r"[A-Z]\w*\(", part) and not measured.today(part, path.name[:10])]
+        words = re.sub(r" --(?:resume|restart|out \S+)", "", f"{program} {shlex.join(given)}".strip())
+        again = f"`{words}`" + f"; not today: {', '.join(f'`{part}`' for part in gone)}" * bool(gone)
+        again = {"bench": "`make bench`", "study": f"`python -m experiments.study`, {OPTIONS}"}.get(kind, again)
+        about = f": `{meta.get('task') or meta.get('reproduction')}`" * (kind in ("study", "reproduce"))
         machine = f"{meta['hardware']}, {meta['threads']} of {meta['cores']} cores" if "hardware" in meta else "-"
-        about = meta.get("task") or meta.get("reproduction")
-        what += f": `{about}`" if about else ""
-        rows.append((f"[{path.stem[11:]}]({path.name})", what, again(path.name, meta), path.name[:10], machine))
+        rows.append((f"[{path.stem[11:]}]({path.name})", what + about, again, path.name[:10], machine))
     return table(("file", "what", "command that repeats it now", "date", "machine"), rows)
 
 
@@ -192,11 +182,11 @@ def settings(mechanism: Any) -> str:
     """A table of the settings, with their defaults and what the Args of the class's docstring say of them."""
     listed = re.search(r"^Args:\n(.*?)(?:^\w[\w ]*:\n|\Z)", inspect.getdoc(type(mechanism)) or "", flags=re.M | re.S)
     entries = re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n {5,}.*)*)", listed[1] if listed else "", flags=re.M)
-    said = {name: " ".join(text.split()).replace("``", "`") for names, text in entries for name in names.split(", ")}
-    rows = [
-        (f"`{f.name}`", f"`{getattr(mechanism, f.name)!r}`", said[f.name].replace("|", "\\|"))
-        for f in fields(mechanism)
+    plain = [
+        (names.split(", "), " ".join(text.replace("``", "`").replace("|", "\\|").split())) for names, text in entries
     ]
+    said = {name: text for names, text in plain for name in names}
+    rows = [(f"`{each.name}`", f"`{getattr(mechanism, each.name)!r}`", said[each.name]) for each in fields(mechanism)]
     return table(("setting", "default", "meaning"), rows) if rows else "None."
 
 
@@ -208,18 +198,13 @@ def refusals(mechanism: Any) -> str:
         if trait not in skipped and not getattr(mechanism.traits, trait):
             others = ", ".join(f"[`{name}`]({name}.md)" for name in granting(kind, trait, like=mechanism.traits)[:6])
             lines.append(f"- {words}" + (f" What would work: {others}." if others else ""))
-    if kind is Mixer:
-        lines.append("- It mixes whole tokens: no queries, no heads, no cross attention and no attention map.")
+    lines += ["- It mixes whole tokens: no queries, no heads, no cross attention, no attention map."] * (kind is Mixer)
     lines += [f"- {words}" for trait, words in HELD.items() if getattr(mechanism.traits, trait)]
     return "\n".join(lines) or "Nothing that exact attention can."
 
 
-def figures(name: str) -> list[str]:
+def figures(name: str) -> str:
     """Tables of everything that the records say of a mechanism."""
-
-    def link(record: measured.Record) -> str:
-        return f"[{record.name}](../../records/{record.name})"
-
     parts, known = ["### Time", "Exact attention's time over its own: above 1 it is faster."], set()
     for record, rows in measured.speeds():
         own = [row for row in rows if row.expression.startswith(f"{name}(") and row[:4] not in known]
@@ -231,13 +216,13 @@ def figures(name: str) -> list[str]:
             cells.setdefault(words, {})[row.length] = f"{times(row.gain)}{NARROW}({ms}{NARROW}ms)"
         if own:
             body = [(*words, *(each.get(n, "-") for n in columns)) for words, each in cells.items()]
-            parts += [f"{record.machine} ({link(record)}):", table(("settings", "pass", *map(str, columns)), body)]
+            parts += [f"{record.machine} ({record.link}):", table(("settings", "pass", *map(str, columns)), body)]
     found = [each for each in measured.qualities() if re.search(rf"(?<!\w){name}(?!\w)", each[1])]
-    rows = [(question, f"`{own}`", *rest, link(record)) for question, own, *rest, record in found]
-    parts += (
-        ["### Quality", table(("measured", "settings", "result", "exact attention", "record"), rows)] if rows else []
-    )
-    return parts if known or rows else ["No record has it yet."]
+    rows = [(question, f"`{own}`", *rest, record.link) for question, own, *rest, record in found]
+    if rows:
+        parts += ["### Quality", table(("measured", "settings", "result", "exact attention", "record"), rows)]
+    text = "\n\n".join(parts) if known or rows else "No record has it yet."
+    return text.replace("](../records", "](../../records")
 
 
 def page(name: str) -> str:
@@ -254,7 +239,7 @@ def page(name: str) -> str:
     parts += ["## What it cannot do", refusals(mechanism)]
     parts += [each for key in ("Limits", "Known faults elsewhere") if key in held for each in (f"## {key}", held[key])]
     shown = f"```{{eval-rst}}\n.. autoclass:: fast_attention.{name}\n   :no-index:\n   :members:\n```"
-    return "\n\n".join([*parts, "## Measured", *figures(name), "## Class", shown]) + "\n"
+    return "\n\n".join([*parts, "## Measured", figures(name), "## Class", shown]) + "\n"
 
 
 # What the code says: the table of mechanisms, what runs on a GPU, rooms
@@ -334,30 +319,25 @@ def fresh(path: Path) -> str:
     return MARK.sub(made, path.read_text(encoding="utf-8"))
 
 
-def drawn() -> dict[Path, tuple[str, Callable[[], str]]]:
-    """The pictures: an end that names the records and the digest of what is known of them, and what draws each."""
-    found = {}
-    for name, (draw, *kinds) in pictures.PICTURES.items():
-        of = [measured.newest(kind) for kind in kinds]
-        digest = hashlib.sha256(json.dumps([record.held for record in of]).encode()).hexdigest()
-        end = f"<!-- {', '.join(record.name for record in of)}: {digest} -->\n</svg>"
-        found[DOCS / name] = end, lambda draw=draw, of=of: draw(*of)
-    return found
-
-
 def generated() -> dict[Path, str]:
-    """Every page in the repository that is made here or holds what is made here, and its text."""
+    """Every file in the repository that is made here or holds what is made here, and its text."""
     sys.path.insert(0, str(ROOT))  # experiments/ is of the checkout, not of the package
-    from experiments.reproductions import pages
+    from experiments import pages
 
-    return {path: fresh(path) for path in PAGES} | pages.made()
+    bench = measured.newest("bench")
+    source = f"{bench.name}: {hashlib.sha256(json.dumps(bench.held).encode()).hexdigest()}"
+    picture = pictures.times(bench).replace("</svg>", f"<!-- {source} -->\n</svg>")
+    return {path: fresh(path) for path in PAGES} | {DOCS / "times.svg": picture} | pages.made()
 
 
 def stale() -> list[str]:
-    """The pages and pictures that say something else than code and records."""
-    found = [path for path, text in generated().items() if not path.exists() or path.read_text("utf-8") != text]
-    found += [path for path, (end, _) in drawn().items() if not path.exists() or end not in path.read_text("utf-8")]
-    return [str(path.relative_to(ROOT)) for path in found]
+    """The files that say something else than code and records; of a picture the lines that name its records."""
+
+    def same(path: Path, text: str) -> bool:
+        lines = None if path.suffix == ".md" else -2  # versions of matplotlib draw the same record differently
+        return path.exists() and path.read_text("utf-8").split("\n")[lines:] == text.split("\n")[lines:]
+
+    return [str(path.relative_to(ROOT)) for path, text in generated().items() if not same(path, text)]
 
 
 def mechanism_pages() -> None:
@@ -372,16 +352,9 @@ def mechanism_pages() -> None:
             files.write(path, text)
 
 
-def main() -> None:
-    """Write everything, or check it."""
+if __name__ == "__main__":
     if sys.argv[1:] == ["--check"]:
         sys.exit(f"run `python docs/build.py`, stale: {', '.join(found)}" if (found := stale()) else 0)
-    for path, text in {path: draw().replace("</svg>", end) for path, (end, draw) in drawn().items()}.items():
-        files.write(path, text)
     for path, text in generated().items():
         files.write(path, text)
     mechanism_pages()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from pathlib import Path
@@ -129,11 +130,8 @@ def attention_gains(record: Record, length: int) -> dict[str, float]:
 def qualities() -> list[tuple[str, str, str, str, Record]]:
     """Results of mechanisms: question, settings, answer, that of exact attention, record."""
     found, costs, blocks = [], newest("costs"), newest("chosen-blocks")
-    cosines = [
-        (row["mechanism"], row["sentence_cosine"], costs.meta["length"], costs)
-        for row in costs.held["rows"]
-        if "sentence_cosine" in row
-    ]
+    rows = [row for row in costs.held["rows"] if "sentence_cosine" in row]
+    cosines = [(row["mechanism"], row["sentence_cosine"], costs.meta["length"], costs) for row in rows]
     cosines += [(row["model"], row["to_exact"], row["length"], blocks) for row in blocks.held["rows"]]
     for expression, cosine, length, record in cosines:
         question = f"swapped into a MiniLM, untrained: cosine of passages of {length:,} tokens"
@@ -146,9 +144,9 @@ def qualities() -> list[tuple[str, str, str, str, Record]]:
         exact = f"{figures['original'][measure]:.4f}"
         found.append((question, record.held["conversion"]["mechanism"], answer, exact, record))
     for record in studies():
-        means = {key: fmean(values) for key, values in learned(record).items()}
+        means = learned(record)
         exact = f"{means.pop(EXACT):.3f}; no mixing {means.pop(ALONE):.3f}"
-        question = f"trained on `{record.meta['task']}`, {', '.join([budget(record), *around(record)])}: "
+        question = f"trained on `{record.meta['task']}`, {conditions(record)}: "
         found += [(question + record.meta["metric"], key, f"{mean:.3f}", exact, record) for key, mean in means.items()]
     return found
 
@@ -158,26 +156,21 @@ def studies() -> list[Record]:
     return [*{record.name[11:]: record for record in records("study-*")}.values()]
 
 
-def learned(record: Record) -> dict[str, list[float]]:
-    """What each mechanism of a study reached, a value for every seed."""
+def learned(record: Record) -> dict[str, float]:
+    """What each mechanism of a study reached, the mean over its seeds."""
     values: dict[str, list[float]] = {}
     for row in record.held["results"]:
         if row["value"] is not None and row["status"] != "failed":
             values.setdefault(row["mechanism"], []).append(row["value"])
-    return values
+    return {name: fmean(each) for name, each in values.items()}
 
 
-def budget(record: Record) -> str:
-    """How long a study trained each mechanism, as its command says."""
-    given = dict(zip(record.meta["command"], record.meta["command"][1:], strict=False))
-    return next((f"{given[f'--{unit}']} {unit}" for unit in ("minutes", "steps") if f"--{unit}" in given), "its steps")
-
-
-def around(record: Record) -> list[str]:
-    """What stood around the mechanisms of a study, as far as recorded."""
-    model = record.meta["model"]
-    positions = {"none": ["no positions"], None: []}.get(held := model.get("positions"), [f"{held} positions"])
-    return positions + ([f"a convolution of {model['conv']} tokens"] if model.get("conv") else [])
+def conditions(record: Record) -> str:
+    """How long a study trained each mechanism, and what stood around it, as far as recorded."""
+    given, model = dict(itertools.pairwise(record.meta["command"])), record.meta["model"]
+    time = next((f"{given[f'--{unit}']} {unit}" for unit in ("minutes", "steps") if f"--{unit}" in given), "its steps")
+    positions = f", {model['positions']} positions".replace("none", "no") if model.get("positions") else ""
+    return time + positions + (f", a convolution of {model['conv']} tokens" if model.get("conv") else "")
 
 
 # Single figures, which pages name where they stand

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -55,9 +54,8 @@ def panels(name: str) -> tuple[list[tuple[str, Tensor]], str]:
         if mechanism.traits.matrix and isinstance(mechanism, Attention):
             return attention_rows(mechanism, q, k, bound.w, queries=range(TOKENS), is_causal=is_causal)[0, 0]
         if isinstance(mechanism, Mixer):  # (tokens, width, tokens, width)
-            jacobian: Any = torch.autograd.functional.jacobian(
-                lambda x: bound(x[None], is_causal=is_causal)[0], q[0, 0]
-            )
+            moves = functools.partial(bound, is_causal=is_causal)
+            jacobian: Any = torch.autograd.functional.jacobian(lambda x: moves(x[None])[0], q[0, 0])
             size = jacobian.square().sum((1, 3)).sqrt()
             return size / size.sum(-1, keepdim=True).clamp_min(1e-30)
         v = torch.zeros_like(k).requires_grad_()
@@ -65,8 +63,7 @@ def panels(name: str) -> tuple[list[tuple[str, Tensor]], str]:
         rows = [torch.autograd.grad(out[0, 0, i].sum(), v, retain_graph=True)[0][0, 0] for i in range(TOKENS)]
         return torch.stack(rows).mean(-1).detach()
 
-    words = "the weight of each key for each query"
-    words += "" if mechanism.traits.matrix else ", the mean over channels, each of which has weights of its own"
+    words = "the weight of each key for each query" + ", the mean over channels" * (not mechanism.traits.matrix)
     words = "how far each output moves with each input" if isinstance(mechanism, Mixer) else words
     exact = attention_rows("Softmax", q, k, queries=range(TOKENS))[0, 0]
     beside = [("exact attention", exact)] if isinstance(mechanism, Attention) and name != "Softmax" else []
@@ -88,79 +85,42 @@ def pattern(name: str) -> tuple[str, str, str]:
         picture = svg(figure, alt)
     passages = " and ".join(f"{each.start} to {each.stop - 1}" for each in REPEATED)
     caption = (
-        f"`{value(name)!r}` on {TOKENS} seeded tokens that change slowly, {passages} being the same passage: {words}, "
-        "brighter is more, on a square-root scale of each panel."
-        + " Learned weights are as they are drawn at first, untrained."
-        * value(name).traits.learned
+        f"`{value(name)!r}` on {TOKENS} seeded tokens that change slowly, {passages} being the same passage: {words}"
     )
+    caption += ", brighter is more, on a square-root scale of each panel. Learned weights are untrained."
     return picture, alt, caption
 
 
-# What the records say
+# What the newest benchmark says
 
-Line = dict[float, float]
-SHOWN = ("FavorPlus()", "BigBird()", "Linformer()", "Local()", "LinearAttention()", "AFTSimple()")
+EXACT = "exact attention"
+SHOWN = (EXACT, "FavorPlus()", "BigBird()", "Linformer()", "Local()", "LinearAttention()", "AFTSimple()")
 
 
 def times(bench: measured.Record) -> str:
     """Time of a forward pass against length, exact attention and a mechanism of each kind, as SVG."""
-    lines: dict[str, Line] = {"exact attention": {}}
-    for cell in bench.held["cells"]:
-        if cell["forward_ratio"] and cell["mechanism"] in ("exact attention", *SHOWN):
-            exact = lines["exact attention"].get(cell["length"], cell["forward_ms"])
-            lines.setdefault(cell["mechanism"], {})[cell["length"]] = cell["forward_ratio"] * exact
-    longest, meta, exact = max(lines["exact attention"]), bench.meta, [*lines["exact attention"].values()][-1]
-    labels = {name: f"{name} {exact / line[longest]:.0f}x".removesuffix(" 1x") for name, line in lines.items()}
+    timed = {(cell["mechanism"], cell["length"]): cell for cell in bench.held["cells"] if cell["forward_ratio"]}
+    exact = {length: cell["forward_ms"] for (name, length), cell in timed.items() if name == EXACT}
+    lines = {name: {n: timed[name, n]["forward_ratio"] * ms for n, ms in exact.items()} for name in SHOWN}
+    longest, meta, above, colours = max(exact), bench.meta, math.inf, iter((INK, *COLOURS))
     told = "; ".join(f"{name} {line[longest]:,.0f}" for name, line in lines.items())
-    title = f"milliseconds, forward, {meta['heads']} heads of {meta['head_dim']}, {meta['dtype']}, {bench.machine}"
-    alt = f"Milliseconds of a forward pass against tokens. At {longest:,} tokens: {told}."
-    return _curves(lines, labels, f"{title}; {bench.name[:10]}", "tokens", alt, apart=1.5)
-
-
-def learned(*studies: measured.Record) -> str:
-    """Bits per byte against minutes of training, all of the first study and ``WKV()`` of the second, as SVG."""
-    lines, labels, meta = dict[str, Line](), dict[str, str](), studies[0].meta
-    for study in studies:
-        for name in measured.learned(study) if study is studies[0] else ("WKV()",):
-            runs = [row for row in study.held["results"] if row["mechanism"] == name]
-            curves = [{step: (seconds / 60, bits) for step, seconds, bits in row["curve"]} for row in runs]
-            shared = sorted(set.intersection(*map(set, curves)))[1:]  # an untrained model is off the scale
-            points = [[curve[step] for curve in curves] for step in shared] + [[c[max(c)] for c in curves]]
-            lines[name] = {fmean(x for x, _ in each): fmean(y for _, y in each) for each in points}
-            label = {measured.EXACT: "exact attention", measured.ALONE: "no mixing"}.get(name, name)
-            end, steps = fmean(y for _, y in points[-1]), fmean(row["steps"] for row in runs)
-            labels[name] = f"{label}: {end:.2f}, {steps:,.0f} steps"
-    title = f"bits per byte of unseen text, lower is better; {meta['task']}, {meta['model']['layers']} layers of "
-    title += f"{meta['model']['width']}, {studies[0].machine}; {', '.join(study.name[:10] for study in studies)}"
-    alt = f"Bits per byte after {measured.budget(studies[0])}: {'; '.join(labels.values())}."
-    return _curves(lines, labels, title, "minutes of training, the same for all", alt, apart=1.02)
-
-
-def _curves(lines: dict[str, Line], labels: dict[str, str], title: str, across: str, alt: str, *, apart: float) -> str:
-    """Lines with their labels at their ends, each a factor below the one before; of tokens on logarithmic scales."""
-    colours, longest, above = iter(COLOURS), max(max(line) for line in lines.values()), math.inf
     with matplotlib.rc_context(STYLE | {"font.size": 9}):
         figure = Figure(figsize=(9.0, 4.2), layout="constrained", facecolor="white")
         axes = figure.subplots()
-        if across == "tokens":
-            axes.loglog(base=2)
-            axes.set_xticks(ticks := [*lines["exact attention"]], [f"{x:,}" for x in ticks])
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.minorticks_off()
-        for name, line in sorted(lines.items(), key=lambda item: -[*item[1].values()][-1]):
-            exact = name in ("exact attention", measured.EXACT)
-            colour, above = INK if exact else next(colours), min([*line.values()][-1], above / apart)
-            axes.plot([*line], [*line.values()], color=colour, linewidth=2.4 if exact else 1.6)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        for name, line in sorted(lines.items(), key=lambda item: -item[1][longest]):
+            colour, above = next(colours), min(line[longest], above / 1.5)
+            axes.plot([*line], [*line.values()], color=colour, linewidth=2.4 if name == EXACT else 1.6)
+            label = name if name == EXACT else f"{name} {exact[longest] / line[longest]:.0f}x"
             beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
-            axes.annotate(labels[name].replace(", far", ",\n  far"), (longest, above), color=colour, **beside)
+            axes.annotate(label, (longest, above), color=colour, **beside)
+        axes.set_xticks([*exact], [f"{length:,}" for length in exact])
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
         axes.margins(x=0.02)
         axes.grid(color=GRID, linewidth=0.5)
-        axes.set_xlabel(across)
-        axes.set_title(title, fontweight="normal")
-        return svg(figure, alt)
-
-
-PICTURES: dict[str, tuple[Any, ...]] = {  # a file in docs/ -> its drawing, and the kinds of its records
-    "times.svg": (times, "bench"),
-    "learned.svg": (learned, "study-byte-lm", "study-byte-lm-learned"),
-}
+        axes.set_xlabel("tokens")
+        about = f"{meta['heads']} heads of {meta['head_dim']}, {meta['dtype']}, {bench.machine}; {bench.name[:10]}"
+        axes.set_title(f"milliseconds, forward, {about}", fontweight="normal")
+        return svg(figure, f"Milliseconds of a forward pass against tokens. At {longest:,} tokens: {told}.")
