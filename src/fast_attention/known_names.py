@@ -145,7 +145,7 @@ _MOVED = {
     "functional": "implementation",
 }
 REMOVED = {  # public names and keywords of earlier versions
-    **{name: f"fast_attention.{room}.{name}" for room, names in _MOVED.items() for name in names.split()},
+    **{name: f"fast_attention.{folder}.{name}" for folder, names in _MOVED.items() for name in names.split()},
     "batch_invariant": "call one sequence at a time where last bits must not depend on the batch",
     "compile=": "torch.compile(model) takes its place",
     "data": "experiments/data in a clone of the repository",

@@ -1,6 +1,6 @@
 """Computes softmax attention tile by tile: some queries against all keys that they see, with their scores in cache.
 
-A family says which tiles there are (``tiling.py``). The engine flattens heads, loops over groups of heads and tiles,
+A family says which tiles there are (a ``Tiling``). The engine flattens heads, loops over groups of heads and tiles,
 applies key masks, writes outputs in place and adds gradients where they belong. The weights of a tile are computed
 again in the backward pass. They are torch's exact softmax, and a tile holds all keys of its queries, so that nothing is
 rescaled: the error is that of the plain definition.
