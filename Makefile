@@ -48,10 +48,7 @@ lint: .venv/dev
 
 # The site, of every page and its links; a warning ends it. Pages of mechanisms are made of records and docstrings.
 docs: .venv/dev
-	$(BIN)/python docs/tables.py
-	$(BIN)/python docs/costs.py
-	$(BIN)/python docs/choose.py
-	$(BIN)/python docs/reproduction_pages.py
+	$(BIN)/python docs/build.py
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going docs docs/_build
 
 # Ours, exact attention and published packages side by side (benchmarks/README.md). BENCH adds options, such as --resume.
