@@ -154,7 +154,7 @@ def recorded() -> str:
         again = {"bench": "`make bench`", "study": f"`python -m experiments.study`, {OPTIONS}"}.get(kind, again)
         about = f": `{meta.get('task') or meta.get('reproduction')}`" * (kind in ("study", "reproduce"))
         machine = f"{meta['hardware']}, {meta['threads']} of {meta['cores']} cores" if "hardware" in meta else "-"
-        rows.append((f"[{path.stem[11:]}]({path.name})", what + about, again, path.name[:10], machine))
+        rows.append((f"[{path.stem[11:]}](./{path.name})", what + about, again, path.name[:10], machine))
     return table(("file", "what", "command that repeats it now", "date", "machine"), rows)
 
 

@@ -1,14 +1,11 @@
-"""Sphinx: ``sphinx-build -W docs docs/_build``. Pages of mechanisms and reproductions are written before it reads."""
+"""Sphinx: ``sphinx-build -W docs docs/_build``. The pages of mechanisms are written before it reads."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-WRITERS = ("mechanism_pages", "reproduction_pages")  # modules beside this one whose write() makes pages
-# Lines of the index that list what scripts may make, and the files without which they would be empty.
-GENERATED = {"Gallery <auto_gallery/index>": "auto_gallery/index.*", "reproductions": "reproductions.md"}
 GALLERY = sorted((HERE / "gallery").glob("**/plot_*.py"))
 
 project = "fast-attention"
@@ -58,18 +55,9 @@ sphinx_gallery_conf = {
 
 
 def _write(app: Any) -> None:
-    """Write the pages that scripts make, those of mechanisms and reproductions."""
+    """Write the pages of mechanisms."""
     sys.path.insert(0, str(HERE))
-    for name in WRITERS:
-        if importlib.util.find_spec(name):
-            importlib.import_module(name).write()
-
-
-def _without_empty(app: Any, name: str, source: list[str]) -> None:
-    """Leave out what the index lists before it is there: a gallery without scripts, reproductions without records."""
-    if name == "index":
-        empty = tuple(listed for listed, files in GENERATED.items() if not any(HERE.glob(files)))
-        source[0] = "\n".join(line for line in source[0].split("\n") if line not in empty)
+    importlib.import_module("build").mechanism_pages()
 
 
 def _built_pages(app: Any, name: str, source: list[str]) -> None:
@@ -80,5 +68,4 @@ def _built_pages(app: Any, name: str, source: list[str]) -> None:
 def setup(app: Any) -> None:
     """Write pages first; Sphinx lists the sources afterwards."""
     app.connect("builder-inited", _write, priority=100)
-    app.connect("source-read", _without_empty)
     app.connect("source-read", _built_pages)

@@ -32,7 +32,7 @@ smaller = [
     "Local(window=8)", "BlockLocal(block_size=12)", "Local2d(height=8, width=12, window=3)",
     "BlockLocal2d(height=8, width=12, block_size=4)", "Selected(block_size=8, topk=3)",
     "BigBird(block_size=8, num_random_blocks=1)", "LSH(num_buckets=8, bucket_size=12)", "Sinkhorn(block_size=12)",
-    "SortCut(block_size=12)", "Nystrom(num_landmarks=12)", "LARA(num_landmarks=12)", "Agent(num_agents=12)",
+    "SortCut(block_size=12)", "Nystrom(num_landmarks=12)",
     "Hybrid(near=BlockLocal(block_size=8))", "ByLength(long=Local(window=8), above=48)", "Linformer(rank=16)",
 ]  # fmt: skip
 settings = {text.split("(")[0]: text for text in smaller}

@@ -55,7 +55,8 @@ for function in (leaky, ours):
     print(conformance.check(subject, laws=conformance.ESSENTIAL[:2]), end="\n\n")
 
 # %%
-# The same by hand: tokens from 40 on are made six times as large. In a causal layer no output before 40 may know.
+# The same by hand, where the law replaces later tokens by other ones: here those from 40 on become six times as large.
+# In a causal layer no output before 40 may know.
 plt.style.use(["tableau-colorblind10", {"font.size": 12, "axes.grid": True, "grid.alpha": 0.4}])
 figure, axes = plt.subplots(figsize=(7, 4.6), layout="constrained")
 larger = torch.where(torch.arange(64)[:, None] >= 40, 6.0, 1.0)

@@ -59,7 +59,7 @@ for name in catalogue.names():
 
 # %%
 # At the top stand those that keep exact weights of most keys: the blocks of BigBird and Selected reach nearly all of
-# so few tokens, windows half of them. Nystrom, Agent and Sinkhorn go by means of neighbours. Below stand feature maps,
+# so few tokens, windows half of them. Nystrom and Sinkhorn go by means of neighbours. Below stand feature maps,
 # and mechanisms whose fresh weights mean nothing before training. The cosine says nothing about what can be learned.
 plt.style.use(["tableau-colorblind10", {"font.size": 11, "axes.grid": True, "axes.grid.axis": "x", "grid.alpha": 0.4}])
 figure, axes = plt.subplots(figsize=(7, 8.4), layout="constrained")
