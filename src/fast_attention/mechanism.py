@@ -150,6 +150,7 @@ class Attention(Mechanism[W, S]):
         options: Any = {"is_causal": is_causal, "key_mask": mask}
         if unmasked:
             return in_dtype_of_tokens(self.attend, q, k, v, weights, **options)
+        assert isinstance(self, MaskedAttention)
         return in_dtype_of_tokens(self.attend_masked, q, k, v, weights, attn_mask=attn_mask, dropout=dropout, **options)
 
     def decode(
