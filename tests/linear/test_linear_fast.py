@@ -88,7 +88,7 @@ def test_the_map_in_place_is_the_map() -> None:
 @pytest.mark.parametrize("room", [1, 20_000, 10**6])
 def test_the_size_of_a_block_does_not_matter(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From one chunk of one head at a time to everything at once."""
-    monkeypatch.setattr("fast_attention.mechanisms.linear.fast_linear_chunks.NUMBERS", room)
+    monkeypatch.setattr("fast_attention.mechanisms.linear.fast_linear_causal.NUMBERS", room)
     inputs = leaves(*qkv(333))
     key_mask = some_keys(2, 333)[:, None]
     assert_same(fast_linear_noncausal.attention, *inputs, key_mask, phi=EluPlusOne(), eps=1e-6)
