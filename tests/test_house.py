@@ -7,7 +7,6 @@ import functools
 import io
 import os
 import re
-import runpy
 import subprocess
 import sys
 import tokenize
@@ -264,18 +263,10 @@ def test_the_contents_page_names_every_mechanism() -> None:
         assert getattr(fast_attention, name)
 
 
-def test_generated_tables_are_fresh() -> None:
-    stale = runpy.run_path(str(ROOT / "docs" / "tables.py"))["stale"]()
-    assert not stale, f"run `python docs/tables.py`: {stale} no longer say what traits and docstrings say"
-    assert not runpy.run_path(str(ROOT / "docs" / "costs.py"))["stale"](), "run `python docs/costs.py`: newer records"
-    pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
-    assert not pictures["stale"](), "run `python docs/pictures.py`: README's picture is of an older benchmark"
-
-
 def test_every_folder_says_what_it_is_for() -> None:
-    caption = runpy.run_path(str(ROOT / "docs" / "tables.py"))["caption"]
     for folder in {path.parent for path in FILES}:
-        assert caption(folder), f"{folder} needs an __init__.py whose docstring says what it is for (CHARTER's tree)"
+        said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        assert said, f"{folder} needs an __init__.py whose docstring says what it is for (CHARTER's tree)"
 
 
 def test_numpy_comes_with_the_package() -> None:
