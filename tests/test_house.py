@@ -7,7 +7,6 @@ import functools
 import io
 import os
 import re
-import runpy
 import subprocess
 import sys
 import tokenize
@@ -264,23 +263,10 @@ def test_the_contents_page_names_every_mechanism() -> None:
         assert getattr(fast_attention, name)
 
 
-@pytest.fixture
-def builder(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the script that writes pages defines."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    return runpy.run_path(str(ROOT / "docs" / "build.py"))
-
-
-def test_what_is_generated_is_fresh(builder: dict[str, Any]) -> None:
-    stale = builder["stale"]()
-    assert not stale, f"run `python docs/build.py`: {stale} no longer say what code and records say"
-
-
-def test_every_folder_says_what_it_is_for(builder: dict[str, Any]) -> None:
+def test_every_folder_says_what_it_is_for() -> None:
     for folder in {path.parent for path in FILES}:
-        assert builder["caption"](folder), (
-            f"{folder} needs an __init__.py whose docstring says what it is for (CHARTER's tree)"
-        )
+        said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        assert said, f"{folder} needs an __init__.py whose docstring says what it is for (CHARTER's tree)"
 
 
 def test_numpy_comes_with_the_package() -> None:

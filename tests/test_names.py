@@ -66,7 +66,7 @@ def test_the_star_of_functional_names_every_function_of_the_mechanisms() -> None
 
 
 def test_docs_name_every_public_name() -> None:
-    """The page is generated (docs/build.py); a new name or module of the contents page has to be there."""
+    """A new name or module of the contents page has to be there."""
     page = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
     for name, value in contents().items():
         if isinstance(value, ModuleType):

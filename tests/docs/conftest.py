@@ -1,4 +1,4 @@
-"""The scripts of docs/, imported as Sphinx imports them, and a copy of the records to change."""
+"""The builder of docs/, imported as Sphinx imports it, and a copy of the records to change."""
 
 from __future__ import annotations
 
@@ -14,35 +14,32 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-Change = Callable[[str, Callable[[Any], None]], Path]
+Change = Callable[[str, Callable[[Any], None]], None]
 
 
 @pytest.fixture(scope="session")
-def script() -> Callable[[str], ModuleType]:
-    """A module of docs/ by name."""
+def build() -> ModuleType:
+    """The builder; ``build.measured`` and ``build.pictures`` are its other modules."""
     sys.path.insert(0, str(ROOT / "docs"))
-    return importlib.import_module
+    return importlib.import_module("build")
 
 
 @pytest.fixture(scope="session")
-def pages(script: Callable[[str], ModuleType]) -> dict[Path, str]:
+def pages(build: ModuleType) -> dict[Path, str]:
     """The page of every mechanism, at the path where Sphinx finds it."""
-    writer = script("mechanism_pages")
-    from fast_attention import catalogue
-
-    return {ROOT / "docs" / "mechanisms" / f"{name}.md": writer.page(name) for name in catalogue.names()}
+    return {build.MECHANISMS / f"{name}.md": build.page(name) for name in build.catalogue.names()}
 
 
 @pytest.fixture
-def changed(tmp_path: Path) -> Change:
-    """A copy of the records in which one record was changed."""
+def changed(build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
+    """The builder reads a copy of the records, of which one was changed."""
 
-    def change(name: str, how: Callable[[Any], None]) -> Path:
+    def change(kind: str, how: Callable[[Any], None]) -> None:
         folder = Path(shutil.copytree(ROOT / "records", tmp_path / "records"))
-        path = sorted(folder.glob(f"*-{name}.json"), key=lambda path: path.stem)[-1]
+        path = sorted(folder.glob(f"*-{kind}.json"), key=lambda path: path.stem)[-1]
         held = json.loads(path.read_text(encoding="utf-8"))
         how(held)
         path.write_text(json.dumps(held), encoding="utf-8")
-        return folder
+        monkeypatch.setattr(build.measured, "RECORDS", folder)
 
     return change

@@ -1,0 +1,173 @@
+"""What the builder makes: fresh, complete, its figures those of the records, without mechanisms that are gone."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from fast_attention import Attention, catalogue
+from tests.docs.conftest import ROOT, Change
+
+NAMES = catalogue.names()
+
+
+def test_all_that_is_made_is_fresh(build: ModuleType) -> None:
+    assert not build.stale(), "run `python docs/build.py`"
+
+
+def test_what_is_stale_is_named(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {
+        ROOT / "docs" / "costs.md": "another text",
+        ROOT / "docs" / "times.svg": "<svg>\n</svg>",
+        ROOT / "new.md": "",
+    }
+    monkeypatch.setattr(build, "generated", lambda: made)
+    assert build.stale() == ["docs/costs.md", "docs/times.svg", "new.md"]
+
+
+def test_the_builder_is_three_files_of_seven_hundred_lines() -> None:
+    scripts = [path for path in (ROOT / "docs").glob("*.py") if path.name != "conf.py"]
+    assert sorted(path.name for path in scripts) == ["build.py", "measured.py", "pictures.py"]
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in scripts) <= 700
+
+
+def test_a_page_names_only_parts_that_there_are(build: ModuleType) -> None:
+    marks = {path: build.MARK.findall(path.read_text(encoding="utf-8")) for path in build.PAGES}
+    assert {name for found in marks.values() for _, name, *_ in found} == {*build.PARTS}
+    for path, found in marks.items():
+        assert len(found) == path.read_text(encoding="utf-8").count("<!-- build: "), path
+
+
+def test_records_are_read_by_todays_names(build: ModuleType) -> None:
+    today, day = build.measured.today, "2026-11-24"
+    assert today("LARA()", day) == today("Local(window=64) + ABC(num_slots=64)", day) == ""
+    assert today("Local(windows=64)", day) == "", "a setting that there never was"
+    for name in ("Softmax()", "Local(), projected, causal", "exact attention, causal", "original", "Local() + FNet()"):
+        assert today(name, day) == name
+    window = "Hybrid(near=Local(window=64)"
+    for said, meant in (("Hybrid()", f"{window})"), ("Hybrid(first=4)", f"{window}, first=4)")):
+        assert today(said, day) in (meant, ""), "the default of then was a window"
+        assert today(said, "2026-12-01") == said
+    assert today("Hybrid(near=BlockLocal())", day) == "Hybrid(near=BlockLocal())"
+
+
+def test_rows_of_mechanisms_that_are_gone_are_passed_over(build: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "2026-11-24-costs.json"
+    rows = [{"mechanism": "ABC()", "x": [[1, 2]]}, {"mechanism": "Local()", "x": [[1, 2]]}]
+    by_name = {"Agent()": [1], "FNet()": [2]}
+    conversion = {"mechanism": "LARA()"}
+    path.write_text(json.dumps({"meta": {}, "rows": rows, "by": by_name, "conversion": conversion}), encoding="utf-8")
+    assert build.measured.read(path).held == {"meta": {}, "rows": rows[1:], "by": {"FNet()": [2]}}
+
+
+def test_every_number_of_the_tables_is_a_records(build: ModuleType, changed: Change) -> None:
+    def slower(held: Any) -> None:
+        for cell in held["cells"]:
+            if (cell["mechanism"], cell["length"]) == ("Linformer()", 4096):
+                cell["forward_ratio"] = 1 / 543.2
+
+    before = build.lengths("4096"), build.page("Linformer")
+    changed("bench", slower)
+    assert build.measured.gain("Linformer()").startswith("543.2x at 4,096 tokens ([2026-")
+    for text, old in zip((build.lengths("4096"), build.page("Linformer")), before, strict=True):
+        assert "543x" in text
+        assert "543x" not in old
+
+
+def test_results_are_the_records(build: ModuleType, changed: Change) -> None:
+    def better(held: Any) -> None:
+        next(row for row in held["rows"] if row["mechanism"] == "BigBird()").update(sentence_cosine=0.12345)
+
+    assert "0.123" not in build.swapped() + build.page("BigBird")
+    changed("costs", better)
+    assert "| `BigBird()` | 0.123 (" in build.swapped()
+    assert "| `BigBird()` | 0.123 | 1.000 |" in build.page("BigBird")
+    assert build.measured.untrained("BigBird()").startswith("cosine 0.123 at")
+
+
+def test_every_study_and_every_result_is_shown(build: ModuleType) -> None:
+    table, pages = build.learned(), {name: build.figures(name) for name in NAMES}
+    for record in build.measured.studies():
+        assert table.count(record.link) == 1
+        for expression, mean in build.measured.learned(record).items():
+            if expression not in (build.measured.EXACT, build.measured.ALONE):
+                name = re.findall(r"\w+", expression)[0]
+                assert re.search(rf"\| `{re.escape(expression)}` \| {mean:.3f} \|.*{record.name}", pages[name])
+
+
+def test_every_record_has_a_row_and_a_command(build: ModuleType) -> None:
+    lines = build.recorded().splitlines()[2:]
+    assert [re.findall(r"\((\S+)\) \|", line)[0][2:] for line in lines] == sorted(
+        p.name for p in (ROOT / "records").glob("*.json")
+    )
+    for line in lines:
+        for module in re.findall(r"python -m ([\w.]+)", line):
+            assert (ROOT / f"{module.replace('.', '/')}.py").exists(), line
+        assert "fast-attention convert" in line or "python" in line or "make bench" in line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mechanisms_page_is_complete(name: str, build: ModuleType, pages: dict[Path, str]) -> None:
+    page, mechanism = pages[build.MECHANISMS / f"{name}.md"], catalogue.default(name)
+    headings = re.findall(r"^## (.+)$", page, re.M)
+    for heading in ("Idea", "Formula", "Pattern", "Settings", "What it cannot do", "Limits", "Measured", "Class"):
+        assert headings.count(heading) == 1, heading
+    for field in fields(mechanism):
+        row = re.search(rf"^\| `{field.name}` \| `(.*?)` \| (.+) \|$", page, re.M)
+        assert row, field.name
+        assert row[1] == repr(getattr(mechanism, field.name))
+        assert len(row[2]) > 10, field.name
+    assert mechanism.traits.formula in page
+    for number in re.findall(r"arXiv ([\d.]+\d)", mechanism.traits.paper):
+        assert f"https://arxiv.org/abs/{number})" in page
+    assert re.search(rf"!\[[^\]]{{40,}}\]\({name}\.svg\)", page), "the picture has no alternative text"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_it_cannot_do_is_what_the_error_says(name: str, build: ModuleType) -> None:
+    mechanism = catalogue.default(name)
+    said = build.refusals(mechanism)
+    for trait, words in build.DENIED.items():
+        if isinstance(mechanism, Attention) and not getattr(mechanism.traits, trait):
+            line = next(line for line in said.splitlines() if words in line)
+            error = str(mechanism.refuse("this", trait))
+            assert re.findall(r"\[`(\w+)`\]", line) == re.findall(r"(\w+)\(\)", error.partition("What would work:")[2])
+        elif getattr(mechanism.traits, trait):
+            assert words not in said
+    for trait, words in build.HELD.items():
+        assert (words in said) == bool(getattr(mechanism.traits, trait))
+
+
+def test_pictures_show_what_the_mechanism_weighs(build: ModuleType) -> None:
+    pictures = build.pictures
+    panels = dict(pictures.panels("Local")[0])
+    at = torch.arange(pictures.TOKENS)
+    seen = (at[:, None] - at[None]).abs() <= 6
+    assert [*panels] == ["exact attention", "not causal", "causal"]
+    assert not panels["not causal"][~seen].any()
+    assert not panels["causal"].triu(1).any()
+    for matrix in panels.values():
+        assert torch.allclose(matrix.sum(-1), torch.ones(pictures.TOKENS), atol=1e-5)
+    exact, (first, second) = panels["exact attention"], (list(each) for each in pictures.REPEATED)
+    assert float(exact[second, first].mean()) > 3 * float(exact.mean()), "the passage that is said twice does not show"
+    assert {catalogue.default(name).traits.matrix for name in NAMES} == {True, False}, "both ways of drawing are used"
+
+
+def test_writing_leaves_what_is_fresh_and_removes_what_is_gone(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build.catalogue, "names", lambda: ["Local", "FNet"])
+    monkeypatch.setattr(build, "MECHANISMS", tmp_path)
+    (tmp_path / "Gone.md").write_text("a mechanism that was renamed", encoding="utf-8")
+    build.mechanism_pages()
+    made = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert {*made} == {"Local.md", "Local.svg", "FNet.md", "FNet.svg"}
+    build.mechanism_pages()
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == made
