@@ -78,8 +78,9 @@ def test_a_wrong_link_is_seen() -> None:
 
 def test_every_page_is_listed() -> None:
     """Sphinx would warn of a page outside of all tables of contents; here it is named without a build."""
-    lists = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("index.md", "reproductions.md"))
-    blocks = re.findall(r"```\{toctree\}\n(.*?)```", lists, re.S)
-    listed = {re.sub(r".*<(.+)>", r"\1", line) for block in blocks for line in block.splitlines()}
+    listed = set()
+    for folder, name in (("", "index"), ("", "reproductions"), ("design/", "index")):
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / folder / f"{name}.md").read_text("utf-8"), re.S):
+            listed |= {folder + re.sub(r".*<(.+)>", r"\1", line) for line in block.splitlines()}
     pages = {str(path.relative_to(DOCS).with_suffix("")) for path in sources() if DOCS in path.parents}
     assert {page for page in pages if page != "index" and not page.startswith("ideas/")} <= listed
