@@ -136,7 +136,7 @@ KINDS = {  # what a record's name begins with -> what it is, and the program whe
     "study": ("what mechanisms learn", ""),
     "window-and-mask": ("a window of pixels beside the same as a mask", "python -m benchmarks.against_exact"),
 }
-OPTIONS = "[its options](../experiments/README.md#what-repeats-which-record)"
+OPTIONS = "its options in `experiments/README.md`"
 
 
 def recorded() -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
@@ -58,12 +56,3 @@ def named(path: str) -> Any:
         return importlib.import_module(path)
     except ModuleNotFoundError:
         return value(path)
-
-
-def test_calls_on_pages_need_no_import_but_the_packages() -> None:
-    """A fresh process: here other tests have imported what a reader has not."""
-    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md")]
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    called = sorted({*re.findall(r"`(fast_attention(?:\.\w+)+)\(", text)})
-    assert len(called) > 3
-    subprocess.run([sys.executable, "-c", f"import fast_attention; {'; '.join(called)}"], check=True)

@@ -32,12 +32,6 @@ def test_what_is_stale_is_named(build: ModuleType, monkeypatch: pytest.MonkeyPat
     assert build.stale() == ["docs/costs.md", "docs/times.svg", "new.md"]
 
 
-def test_the_builder_is_three_files_of_seven_hundred_lines() -> None:
-    scripts = [path for path in (ROOT / "docs").glob("*.py") if path.name != "conf.py"]
-    assert sorted(path.name for path in scripts) == ["build.py", "measured.py", "pictures.py"]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in scripts) <= 700
-
-
 def test_a_page_names_only_parts_that_there_are(build: ModuleType) -> None:
     marks = {path: build.MARK.findall(path.read_text(encoding="utf-8")) for path in build.PAGES}
     assert {name for found in marks.values() for _, name, *_ in found} == {*build.PARTS}
@@ -59,11 +53,9 @@ def test_records_are_read_by_todays_names(build: ModuleType) -> None:
 
 
 def test_rows_of_mechanisms_that_are_gone_are_passed_over(build: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "2026-11-24-costs.json"
-    rows = [{"mechanism": "ABC()", "x": [[1, 2]]}, {"mechanism": "Local()", "x": [[1, 2]]}]
-    by_name = {"Agent()": [1], "FNet()": [2]}
-    conversion = {"mechanism": "LARA()"}
-    path.write_text(json.dumps({"meta": {}, "rows": rows, "by": by_name, "conversion": conversion}), encoding="utf-8")
+    path, rows = tmp_path / "2026-11-24-costs.json", [{"mechanism": name, "x": [[1]]} for name in ("ABC()", "FNet()")]
+    held = {"meta": {}, "rows": rows, "by": {"Agent()": [1], "FNet()": [2]}, "conversion": {"mechanism": "LARA()"}}
+    path.write_text(json.dumps(held), encoding="utf-8")
     assert build.measured.read(path).held == {"meta": {}, "rows": rows[1:], "by": {"FNet()": [2]}}
 
 
@@ -76,9 +68,8 @@ def test_every_number_of_the_tables_is_a_records(build: ModuleType, changed: Cha
     before = build.lengths("4096"), build.page("Linformer")
     changed("bench", slower)
     assert build.measured.gain("Linformer()").startswith("543.2x at 4,096 tokens ([2026-")
-    for text, old in zip((build.lengths("4096"), build.page("Linformer")), before, strict=True):
-        assert "543x" in text
-        assert "543x" not in old
+    after = build.lengths("4096"), build.page("Linformer")
+    assert ["543x" in text for text in (*before, *after)] == [False, False, True, True]
 
 
 def test_results_are_the_records(build: ModuleType, changed: Change) -> None:
@@ -104,9 +95,8 @@ def test_every_study_and_every_result_is_shown(build: ModuleType) -> None:
 
 def test_every_record_has_a_row_and_a_command(build: ModuleType) -> None:
     lines = build.recorded().splitlines()[2:]
-    assert [re.findall(r"\((\S+)\) \|", line)[0][2:] for line in lines] == sorted(
-        p.name for p in (ROOT / "records").glob("*.json")
-    )
+    records = sorted(path.name for path in (ROOT / "records").glob("*.json"))
+    assert [re.findall(r"\(\./(\S+)\) \|", line)[0] for line in lines] == records
     for line in lines:
         for module in re.findall(r"python -m ([\w.]+)", line):
             assert (ROOT / f"{module.replace('.', '/')}.py").exists(), line
@@ -120,10 +110,8 @@ def test_a_mechanisms_page_is_complete(name: str, build: ModuleType, pages: dict
     for heading in ("Idea", "Formula", "Pattern", "Settings", "What it cannot do", "Limits", "Measured", "Class"):
         assert headings.count(heading) == 1, heading
     for field in fields(mechanism):
-        row = re.search(rf"^\| `{field.name}` \| `(.*?)` \| (.+) \|$", page, re.M)
-        assert row, field.name
-        assert row[1] == repr(getattr(mechanism, field.name))
-        assert len(row[2]) > 10, field.name
+        default = re.escape(repr(getattr(mechanism, field.name)))
+        assert re.search(rf"^\| `{field.name}` \| `{default}` \| .{{10,}} \|$", page, re.M), field.name
     assert mechanism.traits.formula in page
     for number in re.findall(r"arXiv ([\d.]+\d)", mechanism.traits.paper):
         assert f"https://arxiv.org/abs/{number})" in page
@@ -157,7 +145,6 @@ def test_pictures_show_what_the_mechanism_weighs(build: ModuleType) -> None:
         assert torch.allclose(matrix.sum(-1), torch.ones(pictures.TOKENS), atol=1e-5)
     exact, (first, second) = panels["exact attention"], (list(each) for each in pictures.REPEATED)
     assert float(exact[second, first].mean()) > 3 * float(exact.mean()), "the passage that is said twice does not show"
-    assert {catalogue.default(name).traits.matrix for name in NAMES} == {True, False}, "both ways of drawing are used"
 
 
 def test_writing_leaves_what_is_fresh_and_removes_what_is_gone(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,9 +67,3 @@ def test_pages_that_should_show_code_do() -> None:
         "tensors.md", "model.md", "swap.md", "convert.md", "decode.md", "packed.md", "positions.md", "images.md",
         "maps.md", "export.md", "long.md", "parallel.md", "gpu.md", "laws.md",
     }  # fmt: skip
-
-
-def test_the_example_of_a_kernel_is_the_one_that_runs() -> None:
-    page = (DOCS / "guides" / "your_mechanism.md").read_text(encoding="utf-8")
-    script = DOCS / "guides" / re.findall(r"\{literalinclude\} (\S+)", page)[0]
-    runpy.run_path(str(script), run_name="__main__")

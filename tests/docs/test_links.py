@@ -74,13 +74,3 @@ def test_a_wrong_link_is_seen() -> None:
     assert broken(page, text, {}) == ["nowhere.md", "index.md#nowhere", "no.svg"]
     assert broken(page, "```{include} ../NOTHING.md\n```", {}) == ["../NOTHING.md"]
     assert broken(page, "```\n[c](nowhere.md)\n```", {}) == []
-
-
-def test_every_page_is_listed() -> None:
-    """Sphinx would warn of a page outside of all tables of contents; here it is named without a build."""
-    listed = set()
-    for folder, name in (("", "index"), ("", "reproductions"), ("design/", "index")):
-        for block in re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / folder / f"{name}.md").read_text("utf-8"), re.S):
-            listed |= {folder + re.sub(r".*<(.+)>", r"\1", line) for line in block.splitlines()}
-    pages = {str(path.relative_to(DOCS).with_suffix("")) for path in sources() if DOCS in path.parents}
-    assert {page for page in pages if page != "index" and not page.startswith("ideas/")} <= listed

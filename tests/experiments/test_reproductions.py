@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from experiments import data
+from experiments import data, pages
 from experiments.reproductions import cab, capacity, common, decoding, duplication, leaks, mixers, performer, recall
 from experiments.reproductions import spectrum as spectra
 from experiments.reproductions.capacity import Batch, Contender, Retrieval
@@ -24,7 +23,6 @@ from fast_attention import attention_maps
 from fast_attention.conformance import third_party
 from fast_attention.lab.inputs import InputError
 
-PAGES = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "reproduction_pages.py"))
 SCRIPTS = (performer, capacity, spectra, duplication, recall, mixers, leaks, cab, decoding)
 FEW = [replace(each, sizes=(20,)) for each in capacity.CONTENDERS if each.label in ("softmax", "DPFP-1", "AFT")]
 SPOILED = third_party(  # stands for a published layer
@@ -109,7 +107,8 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_pages_are_of_the_newest_records_and_disagreement_comes_first() -> None:
-    assert not PAGES["stale"](), "run `python docs/reproduction_pages.py`"
+    for path, text in pages.made().items():
+        assert path.suffix == ".svg" or path.read_text(encoding="utf-8") == text, "run `python docs/build.py`"
     claims = [Claim("a", "so it is", True), Claim("b", "twice that", False), Claim("c", "nothing", None)]
     chosen = replace(performer.REPRODUCTION, claims=lambda _: claims)
     assert chosen.sentence(Reproduced({})) == (
