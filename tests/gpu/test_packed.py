@@ -19,10 +19,10 @@ from fast_attention import (
     LinearAttention,
     Local,
     Softmax,
-    implementation,
 )
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.features import Identity, Relu
+from fast_attention.functional import implementation
 from fast_attention.gpu import configurations, flex
 from fast_attention.gpu.configurations import EXPONENTIAL
 from fast_attention.gpu.exponential import operations, plain

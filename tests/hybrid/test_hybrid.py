@@ -300,6 +300,18 @@ def test_small_sums_have_finite_gradients(size: float, path: str, monkeypatch: p
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.square().sum(), (q, k, v)))
 
 
+@pytest.mark.usefixtures("path")
+def test_one_far_key_that_rounds_below_zero_gives_numbers() -> None:
+    """Pairs of tokens, each of which is far from the other: the sum of far keys is one product, -1e-8 for some."""
+    near, phi = BlockLocal(block_size=1, before=0, after=0), Quadratic()
+    bound = Bound(Hybrid(near=near, far=LinearAttention(feature_map=phi), first=0, last=0), Shape(2, 8))
+    q, k, v = (x.requires_grad_() for x in qkv(2, batch=50_000, dtype=torch.float32))
+    assert (phi(q) * phi(k.flip(-2))).sum(-1).min() < 0
+    out = bound(q, k, v)
+    assert out.isfinite().all()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
 def test_keys_of_very_different_size_keep_their_weights() -> None:
     """The key before the second query has e^-150 of the features of the one behind it: no scale serves both."""
     far = LinearAttention(feature_map=Exp())
