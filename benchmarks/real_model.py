@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.real_model --out records/DATE-costs.json`` swaps each into the MiniLM of the ``demo`` extra (or
 another encoder), compares its sentence embeddings with the original's on passages, and times all of them in turn.
-``docs/costs.py`` makes a page of the record.
+``docs/build.py`` draws docs/costs.md from the record.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def recorded() -> str:
             program, given = f"python -m experiments.reproductions.{meta['reproduction']}", given[3:]
         gone = [part for part in given if re.match(r"[A-Z]\w*\(", part) and not measured.today(part, path.name[:10])]
         words = re.sub(r" --(?:resume|restart|out \S+)", "", f"{program} {shlex.join(given)}".strip())
-        again = f"`{words}`" + f"; not today: {', '.join(f'`{part}`' for part in gone)}" * bool(gone)
+        again = f"`{words}`" + f"; gone or changed since: {', '.join(f'`{part}`' for part in gone)}" * bool(gone)
         again = {"bench": "`make bench`", "study": f"`python -m experiments.study`, {OPTIONS}"}.get(kind, again)
         about = f": `{meta.get('task') or meta.get('reproduction')}`" * (kind in ("study", "reproduce"))
         machine = f"{meta['hardware']}, {meta['threads']} of {meta['cores']} cores" if "hardware" in meta else "-"

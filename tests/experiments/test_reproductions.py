@@ -81,7 +81,7 @@ def test_each_runs_from_end_to_end_and_has_nothing_to_resume(
     assert "<svg" in (tmp_path / f"{chosen.name}.svg").read_text()
     assert record.rows
     assert chosen.claims(record)
-    newest = Reproduced.read(PAGES["newest"](chosen.name))
+    newest = Reproduced.read(pages.newest(f"reproduce-{chosen.name}") or Path())
     assert {frozenset(row) for row in record.rows} <= {frozenset(row) for row in newest.rows}, "another shape"
     assert ran(script, tmp_path, monkeypatch, "--resume").rows == record.rows
     with pytest.raises(InputError, match="--resume"):
