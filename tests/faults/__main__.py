@@ -54,8 +54,8 @@ class Runner:
             arguments = shlex.split(fault.tests)
             code = warm.ask(self.server(arguments[0].startswith("tests/gpu")), arguments, copy, said)
             output = said.read_text()
-        lines = [line for line in output.splitlines() if line.startswith("FAILED ")]
-        return (lines[0].removeprefix("FAILED ").split(" - ")[0] if code == FAILED and lines else ""), output
+        lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]  # or in its fixture
+        return (lines[0].split(" ", 1)[1].split(" - ")[0] if code == FAILED and lines else ""), output
 
     def close(self) -> None:
         for server in self.servers:
