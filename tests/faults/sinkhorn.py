@@ -4,9 +4,9 @@ from tests.faults.fault import LAW, Fault
 
 FAULTS = [
     Fault("sinkhorn's causal sorting sees its own block", "mechanisms/sinkhorn/sorting.py",
-          "(position < position[:, None])", "(position <= position[:, None])", LAW + "'future and Sinkhorn'"),
+          "(position < position[:, None])", "(position <= position[:, None])", LAW + "'of_a_setting and Sinkhorn'"),
     Fault("sinkhorn's summary holds the whole block", "mechanisms/sinkhorn/sorting.py", ".cumsum(-2) + keys[..., 0, :]",
-          ".cumsum(-2) + keys.sum(-2)", LAW + "'future and Sinkhorn'"),
+          ".cumsum(-2) + keys.sum(-2)", LAW + "'of_a_setting and Sinkhorn'"),
     Fault("a tile's first block sees an empty sorted one", "mechanisms/sinkhorn/sinkhorn.py", "first + start == 0 else",
           "first + start < 0 else", "tests/sinkhorn/test_sinkhorn.py"),
     Fault("tiles overwrite what earlier blocks got", "mechanisms/sinkhorn/sinkhorn.py",
