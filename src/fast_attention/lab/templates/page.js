@@ -31,9 +31,11 @@ for (const table of document.querySelectorAll("table")) {
 for (const wide of document.querySelectorAll(".wide")) {
   const sign = Object.assign(document.createElement("p"), { className: "more", textContent: "goes on to the right \u2192" });
   wide.before(sign);
-  new ResizeObserver(() => {
+  const show = () => {
     const cut = wide.scrollWidth > wide.clientWidth + 1;
     sign.hidden = !cut;
     wide.classList.toggle("cut", cut);
-  }).observe(wide);
+  };
+  show();
+  new ResizeObserver(show).observe(wide);
 }
