@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Never
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -85,7 +85,7 @@ def attention(
     lengths: Lengths | None = None,
     impl: Implementation = "auto",
     group: Any = None,
-    **others: Never,
+    **others: Any,
 ) -> Tensor:
     """Attend with any mechanism that needs no learned weights.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class Bound(Spread, nn.Module):
         shape: Shape,
         *,
         tied: Bound | None = None,
-        **others: Never,
+        **others: Any,
     ) -> None:
         super().__init__()
         refuse_keywords(type(self).__name__, others)

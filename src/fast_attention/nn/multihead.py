@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ class MultiheadAttention(Spread, Projections):
         add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         *, mechanism: Mechanism[Any, Any] | str = "Softmax", max_len: int = 0, num_kv_heads: int | None = None,
-        rotary: bool | Rotary = False, **others: Never,
+        rotary: bool | Rotary = False, **others: Any,
     ) -> None:  # fmt: skip
         refuse_keywords("MultiheadAttention", others)
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -61,7 +61,7 @@ class TokenMixer(Spread, nn.Module):
         rotary: bool | Rotary = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **others: Never,
+        **others: Any,
     ) -> None:
         refuse_keywords("TokenMixer", others)
         super().__init__()
