@@ -1,1 +1,1 @@
-"""What make test runs: oracles, laws, seeded faults, and a room of tests for each room of the source."""
+"""What make test-all runs: oracles, laws, seeded faults, and a room of tests for each room of the source."""

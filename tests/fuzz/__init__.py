@@ -1,1 +1,1 @@
-"""Inputs drawn at random, seeded and bounded in `make test`; `make fuzz MINUTES=30` continues with new seeds."""
+"""Inputs drawn at random, seeded and bounded in `make test-all`; `make fuzz MINUTES=30` continues with new seeds."""
