@@ -31,7 +31,7 @@ FLOORS = [
     ["feature_maps"],
     ["gpu"],
     ["checks", "decoding", "traits"],
-    ["biases", "refusals"],
+    ["biases", "refusals", "left_padding"],
     ["mechanism"],
     ["dense"],
     ["sparse"],

@@ -205,10 +205,14 @@ def settings(kind: Callable[..., Any] | None, given: dict[str, Any]) -> dict[str
     return {name: getattr(mechanism, name) for name in given}
 
 
-def checked(function: Function, kind: Callable[..., Any] | None = None) -> Function:
+def checked(
+    function: Function, kind: Callable[..., Any] | None = None, *,
+    masked: Callable[[Callable[..., Tensor], dict[str, Any]], Tensor] | None = None,
+) -> Function:  # fmt: skip
     """Wrap a pure function of q, k, v or of x in the validation of a mechanism's call, and of the ``kind``'s settings.
 
-    Its ``key_mask`` is (..., S); masked keys and values are replaced by zeros, and empty inputs give zeros.
+    Its ``key_mask`` is (..., S); masked keys and values are replaced by zeros, and empty inputs give zeros. Where there
+    is a mask, ``masked(function, arguments)`` calls the function, if given.
     """
     parameters = inspect.signature(function).parameters
     names, flags = tuple(parameters), [name for name, each in parameters.items() if isinstance(each.default, bool)]
@@ -238,6 +242,8 @@ def checked(function: Function, kind: Callable[..., Any] | None = None) -> Funct
                 mask = mask[..., None, :] if "v" in inputs and values.ndim > 2 else mask
                 visible = {name: masks.drop(x, mask) for name, x in inputs.items() if name != "q"}
                 arguments = arguments | visible | {"key_mask": mask}
+                if masked is not None:
+                    return masked(function, arguments)
         return function(**arguments)
 
     return validated  # type: ignore[return-value]

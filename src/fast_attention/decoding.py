@@ -42,6 +42,27 @@ class State(NamedTuple):
         )
 
 
+class Rows(NamedTuple):
+    """What is held of sequences that do not all begin with the first token: a state for all that begin alike."""
+
+    begin: Tensor  # (batch,): the token that each sequence begins with; -1: it has not begun
+    length: int  # tokens so far
+    held: tuple[Any, ...]  # a mechanism's own states, in the order of ``places``
+
+    def places(self) -> list[int]:
+        """The tokens that sequences begin with, ascending."""
+        return sorted(set(self.begin.tolist()) - {-1})
+
+    def selected(self, index: Tensor) -> Rows:
+        """The sequences ``index``, in this order."""
+        begin, held = self.begin[index], []
+        for place, state in zip(self.places(), self.held, strict=True):
+            number = (self.begin == place).cumsum(0) - 1  # of a sequence among those that begin alike
+            if len(some := number[index[begin == place]]):
+                held.append(select(state, some))
+        return Rows(begin, self.length, tuple(held))
+
+
 _READ = "of what it reads of q, k, v"
 
 
@@ -133,7 +154,7 @@ def select(state: Any, index: Tensor) -> Any:
             return x
         return x.expand(batch, *x.shape[1:])[rows] if x.shape[0] == 1 else x[rows]
 
-    return _mapped(state, select_rows, len(index))
+    return _mapped(state, select_rows, len(index), rows)
 
 
 def save(state: Any, path: str | os.PathLike[str]) -> None:
@@ -166,14 +187,17 @@ def _leaves(state: Any) -> list[Tensor]:
     return [x for part in state for x in _leaves(part)] if isinstance(state, tuple) else []
 
 
-def _mapped(state: Any, change: Any, batch: int) -> Any:
+def _mapped(state: Any, change: Any, batch: int, pick: Tensor | None = None) -> Any:
+    """A state with every tensor changed, or of which sequences are picked."""
     if isinstance(state, Tensor):
         return change(state)
+    if isinstance(state, Rows) and pick is not None:
+        return state.selected(pick)
     if isinstance(state, State):
         if not state.batch:
             raise ValueError(f"the state is of {state}: it has no batch to pick sequences from")
-        return state._replace(batch=(batch, *state.batch[1:]), held=_mapped(state.held, change, batch))
-    return rebuild(state, [_mapped(part, change, batch) for part in state]) if isinstance(state, tuple) else state
+        return state._replace(batch=(batch, *state.batch[1:]), held=_mapped(state.held, change, batch, pick))
+    return rebuild(state, [_mapped(part, change, batch, pick) for part in state]) if isinstance(state, tuple) else state
 
 
 def _encoded(state: Any) -> Any:

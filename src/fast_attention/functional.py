@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fast_attention import catalogue, checks, grouped, packed, parallel
-from fast_attention.checks import checked
+from fast_attention import catalogue, checks, grouped, left_padding, packed, parallel
+from fast_attention.checks import Function, checked
 from fast_attention.engine import heads
 from fast_attention.engine.dispatch import Implementation, implementation
 from fast_attention.engine.precision import rebuild
@@ -31,41 +31,48 @@ from fast_attention.mechanisms.sinkhorn import sinkhorn
 from fast_attention.mechanisms.sparse import bigbird, block_local, block_local2d, local, local2d
 from fast_attention.packed import CuSeqlens, Lengths
 
+
+def _counted(function: Function, kind: type[Mechanism[Any, Any]], *, settings: bool = True) -> Function:
+    """Check a function whose positions count from the first visible token, as those of its mechanism do."""
+    return checked(function, kind if settings else None, masked=partial(left_padding.of_function, kind()))
+
+
 # Their ``key_mask`` is (..., S), one flag per key and no head axis, as everywhere; the mechanism checks the settings.
+# The tables of ``aft_full`` and ``synthesizer_attention`` are of the pairs at hand, padding among them.
 aft_full = checked(full.aft_full)
 aft_simple = checked(simple.aft_simple)
-aft_local = checked(window.aft_local, window.AFTLocal)
+aft_local = _counted(window.aft_local, window.AFTLocal)
 wkv_attention = checked(wkv.wkv_attention)
 conv_band = aft_conv.conv_band
-bigbird_attention = checked(bigbird.bigbird_attention, bigbird.BigBird)
+bigbird_attention = _counted(bigbird.bigbird_attention, bigbird.BigBird)
 favor_attention = checked(favor.favor_attention, favor.Favor)
 favor_plus_attention = checked(favor_plus.favor_plus_attention)
 generalised_attention = checked(favor_plus.generalised_attention, favor_plus.FavorPlus)
 favor_plus_plus_attention = checked(favor_plus_plus.favor_plus_plus_attention)
 optimal_damping = favor_plus_plus.optimal_damping
 fourier_mix = checked(fnet.fourier_mix, fnet.FNet)
-gated_mlp = checked(gmlp.gated_mlp)
+gated_mlp = _counted(gmlp.gated_mlp, gmlp.GMLP, settings=False)
 linear_attention = checked(linear.linear_attention, linear.LinearAttention)
 decayed_linear_attention = checked(decayed.decayed_linear_attention, decayed.DecayedLinearAttention)
-block_local_attention = checked(block_local.block_local_attention, block_local.BlockLocal)
-block_local2d_attention = checked(block_local2d.block_local2d_attention, block_local2d.BlockLocal2d)
+block_local_attention = _counted(block_local.block_local_attention, block_local.BlockLocal)
+block_local2d_attention = _counted(block_local2d.block_local2d_attention, block_local2d.BlockLocal2d)
 local_attention = checked(local.local_attention, local.Local)
-local2d_attention = checked(local2d.local2d_attention, local2d.Local2d)
+local2d_attention = _counted(local2d.local2d_attention, local2d.Local2d)
 log_attention = checked(log.log_attention, log.LogAttention)
 lsh_attention = checked(lsh.lsh_attention, lsh.LSH)
 manhattan_attention = checked(manhattan.manhattan_attention, manhattan.Manhattan)
-token_mlp = checked(mlp_mixer.token_mlp)
+token_mlp = _counted(mlp_mixer.token_mlp, mlp_mixer.MLPMixer, settings=False)
 relu_attention = checked(relu.relu_attention, relu.ReLUAttention)
-sinkhorn_attention = checked(sinkhorn.sinkhorn_attention, sinkhorn.Sinkhorn)
-sortcut_attention = checked(sinkhorn.sortcut_attention, sinkhorn.SortCut)
+sinkhorn_attention = _counted(sinkhorn.sinkhorn_attention, sinkhorn.Sinkhorn)
+sortcut_attention = _counted(sinkhorn.sortcut_attention, sinkhorn.SortCut)
 softmax_attention = checked(softmax.softmax_attention, softmax.Softmax)
 absolute_manhattan = checked(manhattan.absolute_manhattan, manhattan.Manhattan)
 laplacian_manhattan = checked(manhattan.laplacian_manhattan, partial(manhattan.Manhattan, distance="laplacian"))
 signed_manhattan = checked(manhattan.signed_manhattan, manhattan.Manhattan)
 vector_manhattan = checked(manhattan.vector_manhattan, manhattan.Manhattan)
-convolved_attention = checked(reference.convolved_attention)
-linformer_attention = checked(reference.linformer_attention)
-pooled_attention = checked(reference.pooled_attention, linformer.Linformer)
+convolved_attention = _counted(reference.convolved_attention, linformer.Linformer, settings=False)
+linformer_attention = _counted(reference.linformer_attention, linformer.Linformer, settings=False)
+pooled_attention = _counted(reference.pooled_attention, linformer.Linformer)
 synthesizer_attention = checked(reference.synthesizer_attention)
 
 

@@ -8,13 +8,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fast_attention import checks, decoding
+from fast_attention import checks, decoding, left_padding
 from fast_attention.decoding import State
 from fast_attention.engine import masks
 from fast_attention.engine.precision import in_dtype_of_tokens
 from fast_attention.engine.tracing import replaced
 from fast_attention.refusals import granting
 from fast_attention.traits import Memory as Memory
+from fast_attention.traits import Places as Places
 from fast_attention.traits import Shape as Shape
 from fast_attention.traits import Traits as Traits
 from fast_attention.traits import Unsupported as Unsupported
@@ -154,12 +155,19 @@ class Attention(Mechanism[W, S]):
         checks.scores(attn_mask, dropout, q, k)
         if checks.empty(q, k, v):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
-        k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
-        options: Any = {"is_causal": is_causal, "key_mask": mask}
-        if unmasked:
-            return in_dtype_of_tokens(self.attend, q, k, v, weights, **options)
-        assert isinstance(self, MaskedAttention)
-        return in_dtype_of_tokens(self.attend_masked, q, k, v, weights, attn_mask=attn_mask, dropout=dropout, **options)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor:
+            k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
+            options: Any = {"is_causal": is_causal, "key_mask": mask}
+            if unmasked:
+                return in_dtype_of_tokens(self.attend, q, k, v, weights, **options)
+            assert isinstance(self, MaskedAttention)
+            options |= {"attn_mask": attn_mask, "dropout": dropout}
+            return in_dtype_of_tokens(self.attend_masked, q, k, v, weights, **options)
+
+        if key_mask is not None and left_padding.may_begin_late(self, key_mask):
+            return left_padding.attend(self, run, q, k, v, key_mask, attn_mask, is_causal=is_causal)
+        return run(q, k, v, key_mask=key_mask, attn_mask=attn_mask)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()] = (), state: State | None = None, *,
@@ -198,8 +206,16 @@ class Attention(Mechanism[W, S]):
         held = decoding.validated(state, new_state)
         if checks.empty(q, k, v):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), replaced(new_state, held=held)
-        k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
-        out, held = in_dtype_of_tokens(self.advance, q, k, v, weights, held, key_mask=mask)
+        if isinstance(held, left_padding.Rows) or (held is None and left_padding.may_begin_late(self, key_mask)):
+            k, v, _ = checks.without_masked(k, v, key_mask, traits.reads)
+
+            def run(q: Tensor, k: Tensor, v: Tensor, held: Any, *, key_mask: Tensor | None) -> tuple[Tensor, Any]:
+                return in_dtype_of_tokens(self.advance, q, k, v, weights, held, key_mask=key_mask)
+
+            out, held = left_padding.advance(self, run, q, k, v, key_mask, held)
+        else:
+            k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
+            out, held = in_dtype_of_tokens(self.advance, q, k, v, weights, held, key_mask=mask)
         return out, replaced(new_state, held=decoding.apart(held, *given, at_start=state is None))
 
     def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
@@ -298,6 +314,12 @@ class Mixer(Mechanism[W, S]):
         if checks.empty(x):
             return checks.zeros(x.shape, x)
         x = masks.drop(x, key_mask)
+        if key_mask is not None and left_padding.may_begin_late(self, key_mask):
+
+            def mix(x: Tensor, *, key_mask: Tensor) -> Tensor:
+                return in_dtype_of_tokens(self.mix, x, weights, is_causal=is_causal, key_mask=key_mask)
+
+            return left_padding.mix(mix, x, key_mask)
         return in_dtype_of_tokens(self.mix, x, weights, is_causal=is_causal, key_mask=key_mask)
 
     def check(self, x: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:

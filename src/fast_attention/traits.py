@@ -9,6 +9,7 @@ from fast_attention.engine.tracing import symbolic
 from fast_attention.value import plain_numbers, typed
 
 Memory = Literal["constant", "window", "growing"]
+Places = Literal["relative", "absolute", "grid"]
 
 
 class Unsupported(NotImplementedError):
@@ -31,6 +32,9 @@ class Traits:
     mask: bool = False  # takes an arbitrary attn_mask (boolean or additive) and attention dropout
     rotary: bool = False  # scores are, or estimate, a function of q . k, which rotary positions make relative
     memory: Memory | None = None  # of decoding; None: cannot stream
+    positions: Places = (
+        "relative"  # what they are: offsets or none; counted from the first visible token; a grid's places
+    )
     bounded: bool = False  # its weights are for at most max_len tokens
     random: bool = False  # holds random draws (buffers), which may be drawn again
     matrix: bool = True  # the output is A v: A can be read by attending to the identity

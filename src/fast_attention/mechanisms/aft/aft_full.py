@@ -185,6 +185,7 @@ class AFTFull(Attention[PositionBias | FactoredBias, None]):
         causal=True,
         padding=True,
         cross=True,
+        positions="absolute",
         bounded=True,
         matrix=False,  # a matrix for each channel
         learned=True,

@@ -369,6 +369,7 @@ class AFTLocal(Attention[Band, WindowState]):
         causal=True,
         padding=True,
         memory="window",
+        positions="absolute",
         bounded=True,
         matrix=False,  # a matrix for each channel
         learned=True,

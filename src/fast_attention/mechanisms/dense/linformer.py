@@ -39,6 +39,7 @@ class Linformer(Attention[Any, tuple[()]]):
             order=1.0,
             padding=True,
             cross=True,
+            positions="absolute",
             bounded=learned,
             learned=learned,
             matrix=self.projection.linear,

@@ -25,6 +25,7 @@ from fast_attention.engine.fused import flash_backward, flash_forward, takes_fla
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.opaque import opaque
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import MaskedAttention, Shape, Traits
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.reference import synthesizer_attention
@@ -33,7 +34,8 @@ from fast_attention.value import Value, at_least
 
 _TABLE = Traits(
     paper="Tay et al. 2020, arXiv 2005.00743", formula="softmax(R) v", cost="n^2 d", order=2.0, reads="v",
-    causal=True, padding=True, cross=True, mask=True, memory="growing", bounded=True, learned=True,
+    causal=True, padding=True, cross=True, mask=True, memory="growing", positions="absolute",
+    bounded=True, learned=True,
 )  # fmt: skip
 _DENSE = replace(_TABLE, formula="softmax(relu(q_i) W + b) v", reads="qv", cross=False)
 
@@ -216,8 +218,14 @@ class _Synthesizer(MaskedAttention[Any, KVCache]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, *,
         is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
     ) -> Tensor:  # fmt: skip
-        """Softmax of the scores under any mask, times the values."""
-        scores = self.scores(q, k, w, first=0, keys=v.shape[-2])
+        """Softmax of the scores under any mask, times the values. Causal queries are the last of as many as keys."""
+        first = v.shape[-2] - q.shape[-2] if is_causal else 0
+        if not symbolic() and first < 0:  # more queries than keys, the first of which see nothing
+            if attn_mask is not None:
+                attn_mask = attn_mask.expand(*attn_mask.shape[:-2], q.shape[-2], v.shape[-2])[..., -first:, :]
+            options: Any = {"is_causal": True, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout}
+            return pad(self.attend_masked(q[..., -first:, :], k, v, w, **options), (0, 0, -first, 0))
+        scores = self.scores(q, k, w, first=first, keys=v.shape[-2])
         return attend(v, scores, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout)
 
     @in_float32

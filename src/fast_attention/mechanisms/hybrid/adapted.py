@@ -90,6 +90,7 @@ class Adapted(Attention[Deltas, Any]):
             cross=inner.cross,
             rotary=inner.rotary and self.adapts == "v",
             memory=inner.memory,
+            positions=inner.positions,
             bounded=inner.bounded,
             random=inner.random,
             matrix=inner.matrix and "v" not in self.adapts,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from fast_attention.engine import dispatch
 from fast_attention.engine.heads import repeated, viewed
 from fast_attention.engine.kv_cache import KVCache, append, behind
 from fast_attention.engine.tracing import traced
-from fast_attention.mechanism import Attention, Mixer, Shape, Traits
+from fast_attention.mechanism import Attention, Mixer, Places, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import Softmax, softmax_attention
 from fast_attention.mechanisms.hybrid import by_length_rows
 from fast_attention.mechanisms.hybrid.by_length_rows import Part, covered
@@ -310,6 +310,7 @@ def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int)
         cross=a.cross and b.cross,
         rotary=a.rotary and b.rotary,
         memory=growing if streams else None,
+        positions=max(a.positions, b.positions, key=get_args(Places).index),
         bounded=a.bounded or b.bounded,
         random=a.random or b.random,
         matrix=a.matrix and b.matrix,

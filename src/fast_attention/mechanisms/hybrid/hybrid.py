@@ -193,6 +193,7 @@ def by_window(far: Traits, bias: Bias | None = None) -> Traits:
         cross=True,
         rotary=far.rotary,
         memory="window",
+        positions="absolute",
         random=far.random,
         learned=far.learned or (bias is not None and bias.learned),
         approximates=far.approximates if bias is None else None,

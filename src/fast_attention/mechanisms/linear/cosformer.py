@@ -16,6 +16,7 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import InPlace
 from fast_attention.feature_maps.features import Relu
+from fast_attention.left_padding import keys_to_front
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.linear import fast_linear, fast_linear_causal, fast_linear_noncausal, linear_state
 from fast_attention.mechanisms.linear.linear_attention import LinearAttention
@@ -177,6 +178,8 @@ class CosFormer(Attention[Positions, CosFormerState]):
         """Linear attention of turned queries and keys."""
         self.within(q.shape[-2], w.number)
         self.within(k.shape[-2], w.number)
+        if key_mask is not None and not is_causal and q.shape[-2] != k.shape[-2]:  # both begin at position 0
+            k, v, key_mask = keys_to_front(k, v, key_mask)
         return _attend(q, k, v, key_mask, longest=w.number, is_causal=is_causal, eps=float(self.eps))
 
     @in_float32

@@ -182,6 +182,7 @@ class LogLinearAttention(Attention[LevelWeights, FenwickState]):
         bidirectional=False,
         padding=True,
         memory="growing",
+        positions="absolute",
         learned=True,
     )
 

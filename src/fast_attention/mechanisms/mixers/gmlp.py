@@ -123,6 +123,7 @@ class GMLP(Mixer[GatedMLP, tuple[()]]):
         reads="x",
         causal=True,
         padding=True,
+        positions="absolute",
         bounded=True,
         learned=True,
         matrix=False,

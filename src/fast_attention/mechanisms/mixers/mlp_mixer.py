@@ -76,6 +76,7 @@ class MLPMixer(Mixer[TokenMLP, tuple[()]]):
             reads="x",
             causal=square,
             padding=True,
+            positions="absolute",
             bounded=True,
             learned=True,
             matrix=False,

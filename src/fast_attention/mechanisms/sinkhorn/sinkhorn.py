@@ -281,6 +281,7 @@ class Sinkhorn(_Sorting):
         causal=True,
         padding=True,
         memory="growing",
+        positions="absolute",
         bounded=True,
         learned=True,
     )
@@ -321,6 +322,7 @@ class SortCut(_Sorting):
         order=2.0,
         padding=True,
         cross=True,
+        positions="absolute",
         bounded=True,
         learned=True,
     )

@@ -185,6 +185,7 @@ class BigBird(Biased, Attention[Seeds, None]):  # type: ignore[reportIncompatibl
         causal=True,
         padding=True,
         rotary=True,
+        positions="absolute",
         random=True,
         approximates="Softmax",
     )

@@ -5,7 +5,7 @@ The blocks are those of the Reformer's local layers (Kitaev et al. 2020, arXiv 2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -95,7 +95,7 @@ class BlockLocal(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportI
     bias: Bias | None = None
     sinks: bool = False
 
-    unbiased = TRAITS
+    unbiased = replace(TRAITS, positions="absolute")
 
     def __post_init__(self) -> None:
         """Check the settings."""

@@ -53,6 +53,7 @@ TRAITS = Traits(
     order=1.0,
     padding=True,
     rotary=True,
+    positions="grid",
     spans=True,
     approximates="Softmax",
 )

@@ -288,6 +288,7 @@ class Selected(Sunk, Attention[Any, SelectedState]):  # type: ignore[reportIncom
         padding=True,
         rotary=True,
         memory="growing",
+        positions="absolute",
         approximates="Softmax",
     )
 
