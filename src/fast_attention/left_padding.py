@@ -41,7 +41,7 @@ def may_begin_late(mechanism: Any, key_mask: Tensor | None) -> bool:
         if (key_mask.is_cpu or mechanism.traits.positions == "grid") and not bool(begins(key_mask).any()):
             return False
     if mechanism.traits.positions == "grid":
-        _refuse(mechanism, begins(key_mask), "its positions are places in a grid, which has no shorter text")
+        _refuse(mechanism, begins(key_mask), "traits.positions is 'grid', which has no shorter text")
         return False
     return True
 
@@ -90,7 +90,7 @@ def mix(call: Call, x: Tensor, key_mask: Tensor) -> Tensor:
 
 def of_function(mechanism: Any, function: Call, arguments: dict[str, Any]) -> Tensor:
     """Outputs of a pure function that computes a mechanism, with a ``key_mask`` (..., 1, S), or of x (..., S)."""
-    mask, x = arguments["key_mask"], arguments.get("v", arguments.get("x"))
+    mask, x = arguments["key_mask"], arguments["v" if "v" in arguments else "x"]
     flags = mask[..., 0, :] if "v" in arguments and x.ndim > 2 else mask
     if not may_begin_late(mechanism, flags):
         return function(**arguments)
@@ -188,7 +188,10 @@ def advance(
 
 def _refuse(mechanism: Any, first: Tensor, why: str) -> None:
     """Raise ``Unsupported`` where a sequence begins late, or let a traced graph fail where one does."""
-    words = f"{mechanism!r}: key_mask hides the first tokens of a sequence, and {why}. What would work: padding behind"
+    words = (
+        f"{mechanism!r} does not support a key_mask that hides the first tokens of a sequence ({why}). What would work: "
+        "padding behind them"
+    )
     if traced():
         torch._assert_async((first == 0).all(), words)  # pyright: ignore[reportPrivateImportUsage]
     elif bool(first.any()):

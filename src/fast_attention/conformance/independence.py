@@ -158,6 +158,31 @@ def shorter(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     return judged(worst, rounding(subject.dtype), at)
 
 
+@law("padded in front = shorter")
+def front(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+    """A sequence padded in front gives what the shorter one gives, beside one that is not padded."""
+    if not subject.padding or not subject.shrinks:
+        return unclaimed("takes no key mask" if subject.shrinks else "laid out over the padded length")
+    if subject.mechanism is not None and subject.mechanism.traits.positions == "grid":
+        return unclaimed("its positions are places in a grid")
+    module, length = subject.built(device=device), subject.length
+    inputs, worst, at = subject.draw(length, device=device), 0.0, ""
+    for hidden in sorted({1, length // 3, length - 1}):
+        mask = torch.ones(2, length, dtype=torch.bool, device=inputs[0].device)
+        mask[0, :hidden] = False
+        for is_causal in subject.modes:
+            try:
+                short = subject.call(module, tuple(_tokens(x[:1], hidden) for x in inputs), is_causal, None)
+            except (AssertionError, RuntimeError):
+                continue  # a length it does not take is another law's business
+            out = subject.call(module, inputs, is_causal, mask)
+            whole = subject.call(module, tuple(x[1:] for x in inputs), is_causal, None)
+            size = max(moved(_tokens(out[:1], hidden), short), moved(out[1:], whole))
+            if size > worst:
+                worst, at = size, f"the first {hidden} of {length} tokens hidden, is_causal={is_causal}"
+    return judged(worst, rounding(subject.dtype), at)
+
+
 @law("nothing to see gives zeros")
 def empty(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """A query that may see nothing gets zeros."""

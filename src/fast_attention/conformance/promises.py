@@ -20,7 +20,7 @@ SHORT, LONG = 1024, 4096
 
 @law("decode in any split = one pass")
 def decoding(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
-    """Decoding in any split gives what one pass gives."""
+    """Decoding in any split gives what one pass gives, of sequences padded in front too."""
     mechanism = subject.mechanism
     if mechanism is None or mechanism.traits.memory is None:
         return unclaimed("does not stream")
@@ -28,7 +28,9 @@ def decoding(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     q, k, v = subject.draw(length, device=device)
     mask, worst, at = torch.ones(2, length, dtype=torch.bool, device=q.device), 0.0, ""
     mask[1, 2:7] = mask[1, -3:] = False
-    for key_mask in (None, mask) if subject.padding else (None,):
+    front = torch.ones_like(mask)
+    front[0, :4] = front[1, :11] = False
+    for key_mask in (None, mask, front) if subject.padding else (None,):
         one_pass = subject.call(module, (q, k, v), True, key_mask)
         for sizes in ([length], [1] * length, [5, 1, 11, length - 17], [length - 1, 1]):
             state, outputs, start = None, [], 0
@@ -40,7 +42,28 @@ def decoding(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
                 start += size
             size = moved(torch.cat(outputs, -2), one_pass)
             if size > worst:
-                worst, at = size, f"split {sizes[:4]}, {'with' if key_mask is not None else 'without'} a key mask"
+                which = "padded in front" if key_mask is front else "with a key mask" if key_mask is mask else "unmasked"
+                worst, at = size, f"split {sizes[:4]}, {which}"
+    return judged(worst, rounding(subject.dtype), at)
+
+
+@law("the last queries = the last rows")
+def few(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+    """A causal call with the last queries alone gives the last rows of the whole call."""
+    mechanism = subject.mechanism
+    if mechanism is None or not (subject.causal and mechanism.traits.cross):
+        return unclaimed("as many queries as keys")
+    module, length = subject.built(device=device), subject.length
+    q, k, v = subject.draw(length, device=device)
+    mask, worst, at = torch.ones(2, length, dtype=torch.bool, device=q.device), 0.0, ""
+    mask[0, :4] = mask[1, :11] = mask[1, -3:] = False
+    for key_mask in (None, mask) if subject.padding else (None,):
+        whole = subject.call(module, (q, k, v), True, key_mask)
+        for queries in (1, 2, 5, length // 2, length - 1):
+            out = subject.call(module, (q[..., -queries:, :], k, v), True, key_mask)
+            size = moved(out, whole[..., -queries:, :])
+            if size > worst:
+                worst, at = size, f"{queries} of {length}, {'un' * (key_mask is None)}masked"
     return judged(worst, rounding(subject.dtype), at)
 
 
@@ -240,6 +263,9 @@ def refusals(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
         attempts["bidirectional"] = lambda: module(*inputs)
     if not traits.padding:
         attempts["padding"] = lambda: module(*inputs, is_causal=traits.modes[0], key_mask=mask)
+    if traits.positions == "grid":
+        late = torch.arange(length, device=inputs[0].device) > 0
+        attempts["positions"] = lambda: module(*inputs, is_causal=traits.modes[0], key_mask=late.expand(2, -1))
     if isinstance(mechanism, Attention):
         (q, k, v), least = inputs, traits.modes[0]
         if not traits.cross:

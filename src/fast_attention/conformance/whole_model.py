@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class ModelUnderTest:
         step: ``(tokens (B, 1), state or None) -> outputs, state`` with the model's own cache; None where it keeps none.
         masks: Whether ``run`` takes a ``key_mask``.
         length: Tokens of a sequence, L.
+        padded_step: ``step`` of a padded batch: it takes the key mask of all tokens so far, too.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ModelUnderTest:
     step: Callable[[Tensor, Any], tuple[Tensor, Any]] | None = None
     masks: bool = True
     length: int = LENGTH
+    padded_step: Callable[[Tensor, Any, Tensor], tuple[Tensor, Any]] | None = None
 
     @property
     def padding(self) -> int:
@@ -176,6 +179,25 @@ def shorter(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     return judged(moved(subject.run(tokens, visible)[:, :keep], alone), rounding(subject.dtype))
 
 
+@law("padded in front is like shorter")
+def front(subject: ModelUnderTest, device: str = "cpu") -> Finding:
+    """A sequence padded in front gives what it gives alone, beside one that is not padded; in steps too."""
+    if not subject.masks:
+        return unclaimed("takes no key_mask")
+    tokens, hidden = subject.draw(), subject.padding
+    visible = (torch.arange(subject.length) >= torch.tensor([[hidden], [0]])).to(tokens.device)
+    alone, whole = subject.run(tokens[:1, hidden:], None), subject.run(tokens[1:], None)
+    outs = {"at once": subject.run(tokens, visible)}
+    if subject.padded_step is not None:
+        state, steps = None, []
+        for start, end in pairwise((0, *range(subject.length - 4, subject.length + 1))):
+            out, state = subject.padded_step(tokens[:, start:end], state, visible[:, :end])
+            steps.append(out)
+        outs["in steps"] = torch.cat(steps, 1)
+    size, at = max((max(moved(x[:1, hidden:], alone), moved(x[1:], whole)), how) for how, x in outs.items())
+    return judged(size, rounding(subject.dtype), at)
+
+
 @law("sequences of a batch do not meet")
 def batch(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     """Replacing the second sequence leaves the outputs of the first alone."""
@@ -253,7 +275,7 @@ def threads(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     return judged(size, rounding(subject.dtype), "forward, gradients" + ", steps" * (subject.step is not None))
 
 
-LAWS: tuple[Law, ...] = (future, past, padding_behind, padding_before, shorter, batch, packed, decoding, threads)
+LAWS: tuple[Law, ...] = (future, past, padding_behind, padding_before, shorter, front, batch, packed, decoding, threads)
 
 
 def of(model: nn.Module, *, causal: bool | None = None, length: int = LENGTH) -> ModelUnderTest:
@@ -276,13 +298,18 @@ def of(model: nn.Module, *, causal: bool | None = None, length: int = LENGTH) ->
     decodes = bool(cache) and bool(getattr(model, "can_generate", lambda: False)())
     no_cache: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
 
+    first = 0 if decodes else _first_position(model)
+
+    def positions(mask: Tensor) -> Tensor:  # as generate counts behind padding
+        return (mask.long().cumsum(-1) - 1).clamp_min(0) + first
+
     def outputs(result: Any) -> Tensor:
         return result["logits"] if "logits" in result else result["last_hidden_state"]
 
     def run_(tokens: Tensor, mask: Tensor | None) -> Tensor:
         arguments = {} if mask is None else {"attention_mask": mask.long()}
-        if mask is not None and decodes and "position_ids" in parameters:  # as generate counts behind padding
-            arguments["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
+        if mask is not None and "position_ids" in parameters:
+            arguments["position_ids"] = positions(mask)
         return outputs(model(input_ids=tokens, **arguments, **no_cache))
 
     def packed_(tokens: Tensor, positions: Tensor) -> Tensor:
@@ -292,10 +319,27 @@ def of(model: nn.Module, *, causal: bool | None = None, length: int = LENGTH) ->
         result = model(input_ids=tokens, **{cache: state}, use_cache=True)
         return outputs(result), result[cache]
 
+    def padded_step_(tokens: Tensor, state: Any, mask: Tensor) -> tuple[Tensor, Any]:
+        counted = {"position_ids": positions(mask)[:, -tokens.shape[1] :]} if "position_ids" in parameters else {}
+        arguments = {"input_ids": tokens, "attention_mask": mask.long(), cache: state, **counted}
+        result = model(**arguments, use_cache=True)
+        return outputs(result), result[cache]
+
+    steps = decodes and streams
     return ModelUnderTest(
         type(model).__name__, model, run_, config.get_text_config().vocab_size, decodes,
-        packed_ if decodes and "position_ids" in parameters else None, step_ if decodes and streams else None,
+        packed_ if decodes and "position_ids" in parameters else None, step_ if steps else None,
+        padded_step=padded_step_ if steps else None,
     )  # fmt: skip
+
+
+def _first_position(model: nn.Module) -> int:
+    """The position that an encoder's first token has: RoBERTa and its kin count from behind the padding token's."""
+    for module in model.modules():
+        padding = getattr(module, "padding_idx", None)
+        if isinstance(padding, int) and isinstance(getattr(module, "position_embeddings", None), nn.Embedding):
+            return padding + 1
+    return 0
 
 
 def _plain(model: nn.Module, causal: bool, length: int, streams: bool) -> ModelUnderTest:
