@@ -189,8 +189,8 @@ def advance(
 def _refuse(mechanism: Any, first: Tensor, why: str) -> None:
     """Raise ``Unsupported`` where a sequence begins late, or let a traced graph fail where one does."""
     words = (
-        f"{mechanism!r} does not support a key_mask that hides the first tokens of a sequence ({why}). What would work: "
-        "padding behind them"
+        f"{mechanism!r} does not support a key_mask that hides a sequence's first tokens ({why}). What would work: "
+        "padding behind its tokens"
     )
     if traced():
         torch._assert_async((first == 0).all(), words)  # pyright: ignore[reportPrivateImportUsage]

@@ -42,7 +42,9 @@ def decoding(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
                 start += size
             size = moved(torch.cat(outputs, -2), one_pass)
             if size > worst:
-                which = "padded in front" if key_mask is front else "with a key mask" if key_mask is mask else "unmasked"
+                which = (
+                    "padded in front" if key_mask is front else "with a key mask" if key_mask is mask else "unmasked"
+                )
                 worst, at = size, f"split {sizes[:4]}, {which}"
     return judged(worst, rounding(subject.dtype), at)
 

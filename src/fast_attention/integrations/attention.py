@@ -97,6 +97,7 @@ def mask(
         visibility = mask_functions.declared(mask_function, positions, tokens, dense, is_causal=causal, window=window)
         return visibility if ids is not None and causal else visible.asserted(visibility)
     visibility = replace(mask_functions.read(mask_function, positions, tokens, dense), borders=(*calls.packed(),))
+    visibility = replace(visibility, begin=int(kv_offset))
     if q_length == 1 and not causal:  # of one query a mask says nothing of the order
         visibility = replace(visibility, is_causal=False)
     if causal and kv_offset:  # a state may hold the keys before, which the mask is not about
@@ -149,6 +150,9 @@ def attention(
     swapped = module._modules.get(CHILD)
     if not isinstance(swapped, Swapped):
         raise RuntimeError(f"{type(module).__name__} has no mechanism: swap the model by fast_attention.swap(...)")
+    if not visibility.complete:  # a cache of the window's size may hold its keys
+        window = extra.get("sliding_window") or getattr(module, "sliding_window", None)
+        visibility = replace(visibility, back=visibility.back if window is None else int(window) - 1)
     call = calls.present(module)
     cache = None if call is None else call.cache
     if call is not None:
@@ -225,6 +229,8 @@ def _run(
             cache.pass_over(q.shape[-2], "packed texts")
         return packed_rows.run(bound, q, k, v, visibility, texts, dropout, sinks)
     causal = visibility.is_causal
+    if cache is None and visibility.begin and mechanism.traits.positions == "absolute":
+        raise visible.positions_refused(mechanism, f"this cache has dropped the first {visibility.begin} tokens")
     if causal and cache is None and k.shape[-2] != q.shape[-2] and not mechanism.traits.cross:
         raise Unsupported(
             f"{mechanism!r} cannot decode {q.shape[-2]} tokens behind {k.shape[-2] - q.shape[-2]} in a cache of keys "
@@ -244,15 +250,19 @@ def _run_masked(
     """Run a mechanism with ``traits.mask`` with the model's dense mask and position bias."""
     if unknown := [name for name in changes if name != "position_bias"]:
         raise Unsupported(f"{bound.mechanism!r} takes no scores with {', '.join(unknown)}: keep the model's attention")
-    mask = visibility.dense()
+    mask, order = visibility.dense(), {}
     if visibility.packing is not None:
         mask = packed_rows.apart(mask, visibility.packing, len(q))
+    elif bound.mechanism.traits.positions == "absolute":
+        keys, order = visible.order(bound.mechanism, visibility, mask, q.shape[-2])
+        k, v, mask = k[..., :keys, :], v[..., :keys, :], mask[..., :keys]
+        changes = {name: x[..., :keys] for name, x in changes.items()}
     if "position_bias" in changes:
         bias = changes["position_bias"].to(q.dtype)
         mask = bias + mask if mask.is_floating_point() else bias.masked_fill(~mask, float("-inf"))
         if relative.carries(bound.mechanism):  # which is in the mask already
-            return relative.with_bias(bound.mechanism, None)(q, k, v, attn_mask=mask, dropout=dropout)
-    return bound(q, k, v, attn_mask=mask, dropout=dropout, enable_gqa=True, sinks=sinks)
+            return relative.with_bias(bound.mechanism, None)(q, k, v, attn_mask=mask, dropout=dropout, **order)
+    return bound(q, k, v, attn_mask=mask, dropout=dropout, enable_gqa=True, sinks=sinks, **order)
 
 
 AttentionInterface.register(NAME, attention)  # a swapped model that was pickled finds them in any process

@@ -10,7 +10,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from fast_attention import left_padding
 from fast_attention.engine import masks
+from fast_attention.mechanism import Unsupported
 from fast_attention.mechanisms.hybrid.adapted import Adapted
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.mechanisms.hybrid.hybrid import Hybrid
@@ -34,6 +36,7 @@ class Visibility:
     back: int | None = None  # earlier keys that a query sees; None: all
     ahead: int | None = None  # later keys; None: all, or none if causal
     reach: int | None = None  # earlier tokens that are seen of all so far, those in a state too; None: all
+    begin: int = 0  # the position of the first key; more where a cache has dropped those before
     packing: Packing | None = None  # of rows whose borders were given beside the mask; texts run on from row to row
     borders: tuple[Mapping[str, Tensor], ...] = ()  # of packed rows, as the model was told, the innermost call first
     complete: bool = True
@@ -85,6 +88,44 @@ def _one_row(mask: Tensor) -> Tensor | None:
         return row
     shown, hidden = row == 0, row <= torch.finfo(row.dtype).min / 2
     return shown if bool((shown | hidden).all()) else None
+
+
+def order(mechanism: Any, visibility: Visibility, mask: Tensor, queries: int) -> tuple[int, dict[str, Any]]:
+    """How many keys there are, and how a call says where they begin, for a mechanism that counts positions from there.
+
+    A cache of a fixed size has room behind the last key, which the mask (B, H, L, S) alone tells.
+
+    Raises:
+        Unsupported: The mask does not tell.
+    """
+    keys = mask.shape[-1]
+    if visibility.begin:
+        raise positions_refused(mechanism, f"this cache has dropped the first {visibility.begin} tokens")
+    if visibility.complete:
+        return keys, {"is_causal": visibility.is_causal, "key_mask": visibility.key_mask(keys)}
+    if queries == keys:  # a mask of the model's own, without a cache
+        return keys, {}
+    if visibility.back is not None:
+        raise positions_refused(mechanism, f"a cache of {keys} places may have dropped some before this layer's window")
+    if torch.compiler.is_compiling():
+        raise positions_refused(mechanism, f"compiled code cannot tell them of {queries} queries among {keys} places")
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    places = torch.arange(keys, device=mask.device)
+    last = seen[:, 0, -1]
+    number = int((places * last).max()) + 1
+    tokens = (places >= left_padding.begins(last)[:, None]) & (places < number)
+    ends = places[number - queries : number] if queries <= number else None
+    if ends is None or not torch.equal(seen, (tokens[:, None, None] & (places <= ends[:, None])).expand_as(seen)):
+        raise positions_refused(mechanism, f"the mask of {queries} queries among {keys} places does not tell them")
+    return number, {"is_causal": True, "key_mask": tokens[:, :number]}
+
+
+def positions_refused(mechanism: Any, why: str) -> Unsupported:
+    """The error for a mechanism that counts positions from the first token, where they are not known."""
+    return Unsupported(
+        f"{mechanism!r} counts positions from a text's first token (traits.positions is 'absolute'), and {why}. What "
+        "would work: use_cache=False"
+    )
 
 
 def asserted(visibility: Visibility) -> Visibility:
