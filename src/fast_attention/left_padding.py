@@ -27,8 +27,10 @@ def begins(key_mask: Bool[Tensor, "*batch keys"]) -> Int[Tensor, "*batch"]:
     return key_mask.to(torch.uint8).argmax(-1)
 
 
-def may_begin_late(mechanism: Any, key_mask: Tensor | None) -> bool:
+def may_begin_late(mechanism: Any, key_mask: Tensor | None, *, streams: bool = False) -> bool:
     """Whether positions count from the first token and some sequence begins behind it, as far as numbers are known.
+
+    A sequence whose tokens are all hidden has not begun where it ``streams``.
 
     Raises:
         Unsupported: Positions are places in a grid.
@@ -38,7 +40,8 @@ def may_begin_late(mechanism: Any, key_mask: Tensor | None) -> bool:
     if not traced():
         if key_mask.is_cpu and bool(key_mask[..., 0].all()):
             return False
-        if (key_mask.is_cpu or mechanism.traits.positions == "grid") and not bool(begins(key_mask).any()):
+        reads = key_mask.is_cpu or mechanism.traits.positions == "grid"
+        if reads and not streams and not bool(begins(key_mask).any()):
             return False
     if mechanism.traits.positions == "grid":
         _refuse(mechanism, begins(key_mask), "traits.positions is 'grid', which has no shorter text")

@@ -206,7 +206,9 @@ class Attention(Mechanism[W, S]):
         held = decoding.validated(state, new_state)
         if checks.empty(q, k, v):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), replaced(new_state, held=held)
-        if isinstance(held, left_padding.Rows) or (held is None and left_padding.may_begin_late(self, key_mask)):
+        if isinstance(held, left_padding.Rows) or (
+            held is None and left_padding.may_begin_late(self, key_mask, streams=True)
+        ):
             k, v, _ = checks.without_masked(k, v, key_mask, traits.reads)
 
             def run(q: Tensor, k: Tensor, v: Tensor, held: Any, *, key_mask: Tensor | None) -> tuple[Tensor, Any]:

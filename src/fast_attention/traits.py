@@ -54,8 +54,8 @@ class Traits:
         return "" if is_causal in self.modes else "causal" if is_causal else "bidirectional"
 
     def shared(self, others: Traits) -> int:
-        """How many traits are the same in ``others``, but for those that are words."""
-        words = ("paper", "formula", "cost")
+        """How many traits are the same in ``others``, but for those that are words or grant nothing."""
+        words = ("paper", "formula", "cost", "positions")
         return sum(getattr(self, x.name) == getattr(others, x.name) for x in fields(self) if x.name not in words)
 
 

@@ -21,7 +21,8 @@ TRACED = {"torch.compile(fullgraph=True)", "torch.export, dynamic length"}
 # decoding and packed sequences, of batches, lengths, digits and large inputs.
 OF_SETTINGS = {
     "the future never moves the past", "an enormous future leaves the past alone", "padding is inert",
-    "padded = shorter", "padding may hold anything", "nothing to see gives zeros", "gradients",
+    "padded = shorter", "padded in front = shorter", "the last queries = the last rows",
+    "padding may hold anything", "nothing to see gives zeros", "gradients",
     "decode in any split = one pass", "packed sequences = one call for each", "any length", "finite at large inputs",
     "low precision", "batch and heads are independent",
 }  # fmt: skip
@@ -33,6 +34,8 @@ CLAIMED: dict[str, Callable[[Any], bool]] = {
     "an enormous future leaves the past alone": lambda m: m.traits.causal,
     "padding is inert": lambda m: m.traits.padding,
     "padded = shorter": lambda m: m.traits.padding and not m.traits.spans,
+    "padded in front = shorter": lambda m: m.traits.padding and not m.traits.spans and m.traits.positions != "grid",
+    "the last queries = the last rows": lambda m: m.traits.causal and isinstance(m, Attention) and m.traits.cross,
     "padding may hold anything": lambda m: m.traits.padding,
     "nothing to see gives zeros": lambda m: m.traits.padding and isinstance(m, Attention),
     "decode in any split = one pass": lambda m: m.traits.memory is not None,

@@ -26,8 +26,10 @@ from fast_attention.parallel.states import STATES
 from fast_attention.parallel.windows import WINDOWS, Windowed
 
 
-def strategy(mechanism: Mechanism[Any, Any], is_causal: bool) -> Strategy:
+def strategy(mechanism: Mechanism[Any, Any], is_causal: bool, *, masked: bool = False) -> Strategy:
     """How calls of a mechanism are spread over processes.
+
+    A part of the keys does not show where a padded text begins, from where some mechanisms count positions.
 
     Raises:
         Unsupported: It mixes whole tokens.
@@ -36,7 +38,8 @@ def strategy(mechanism: Mechanism[Any, Any], is_causal: bool) -> Strategy:
         raise _refused(mechanism)
     if mechanism.parts_by_states(is_causal):
         return STATES
-    return WINDOWS if isinstance(mechanism, Windowed) else HEADS
+    counts = masked and mechanism.traits.positions == "absolute"
+    return WINDOWS if isinstance(mechanism, Windowed) and not counts else HEADS
 
 
 def _refused(mechanism: Mechanism[Any, Any]) -> Unsupported:
@@ -79,7 +82,7 @@ def attend(
     call, inputs = _call(mechanism, w, (q, k, v), group, is_causal, key_mask, error, sequences)
     if is_causal:
         _as_many(call, sequences)
-    chosen = strategy(mechanism, is_causal)
+    chosen = strategy(mechanism, is_causal, masked=call.masked)
     if sequences is not None:
         chosen = packed_over(chosen, sequences.of(call.shards.length, call.shards.num_keys))
     if dispatch.asked():

@@ -145,7 +145,7 @@ def _state_axes(mechanism: Any, *calls: tuple[Any, ...]) -> Any:
 
 def _refuse_other_form(mechanism: Any, held: Any, axes: Any) -> None:
     """Raise ``Unsupported`` on all processes where a state has other parts than that of one token."""
-    if isinstance(held, tuple) and isinstance(axes, tuple):
+    if isinstance(held, tuple) and isinstance(axes, tuple) and not isinstance(held, decoding.Rows):
         for each in zip(held, axes, strict=True):
             _refuse_other_form(mechanism, *each)
     elif held is not None and (isinstance(held, tuple) or isinstance(held, Tensor) != isinstance(axes, int)):
