@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fast_attention.decoding import Rows
-from fast_attention.engine.tracing import replaced, symbolic, traced
+from fast_attention.engine.tracing import replaced, traced
 from fast_attention.traits import Unsupported
 
 Call = Callable[..., Any]  # of some sequences, as a mechanism is called
@@ -160,12 +160,13 @@ def advance(
     ``state`` is None or ``Rows``; where all begin alike, the next one is the mechanism's own.
     """
     batch, number = q.shape[:-3], q.shape[-2]
+    if traced():
+        if state is not None or key_mask is None:
+            raise Unsupported(f"{mechanism!r}: traced code cannot continue texts that begin at different tokens")
+        _refuse(mechanism, torch.where(key_mask[..., 0], 0, 1), "traced code cannot count positions from there")
+        return call(q, k, v, None, key_mask=key_mask[..., None, :])
     mask = torch.ones(*batch, number, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     mask, q, k, v = (_flat(x, batch) for x in (mask.expand(*batch, number), q, k, v))
-    if symbolic():
-        if state is not None:
-            raise Unsupported(f"{mechanism!r}: traced code cannot continue texts that begin at different tokens")
-        _refuse(mechanism, torch.where(mask[:, 0], 0, 1), "traced code cannot count positions from there")
     before = Rows(torch.full_like(mask[:, 0], -1, dtype=torch.long), 0, ()) if state is None else state
     starts = mask.any(-1) & (before.begin < 0)
     begin = torch.where(starts, before.length + begins(mask), before.begin)

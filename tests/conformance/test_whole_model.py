@@ -44,8 +44,13 @@ def broken(report: conformance.LawReport) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "mechanism", [None, "Softmax", "LinearAttention", "FavorPlus(num_features=16)", "Local(window=(4, 0))"]
-)
+    "mechanism",
+    [
+        None, "Softmax", "LinearAttention", "FavorPlus(num_features=16)", "Local(window=(4, 0))",
+        "BlockLocal(block_size=4)", "Hybrid(near=BlockLocal(block_size=4))", "RandomSynthesizer",
+        "ByLength(long=BlockLocal(block_size=4), above=8)",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("make", [llama, bert])
 def test_sound_models_keep_all_laws(make: Any, mechanism: str | None) -> None:
     model = make()
@@ -99,7 +104,8 @@ def test_a_module_without_masks_or_of_few_tokens_is_judged_by_what_it_reads() ->
     torch.manual_seed(0)
     found = statuses(Unmasked("Local(window=(3, 0))", True, vocab_size=7), causal=True, length=4)
     assert {law for law, status in found.items() if status == "not claimed"} == {
-        "padding behind is inert", "padding before is inert", "padded is like shorter", "packed sequences do not meet"
+        "padding behind is inert", "padding before is inert", "padded is like shorter", "packed sequences do not meet",
+        "padded in front is like shorter",
     }  # fmt: skip
     assert "broken" not in found.values()
 
@@ -129,7 +135,10 @@ def test_the_layer_that_ignores_padding_is_named() -> None:
     plain = layer.forward
     layer.forward = lambda hidden_states, attention_mask=None, **rest: plain(hidden_states, None, **rest)
     found = broken(conformance.check_model(model))
-    assert {*found} == {"padding behind is inert", "padding before is inert", "padded is like shorter"}
+    assert {*found} == {
+        "padding behind is inert", "padding before is inert", "padded is like shorter",
+        "padded in front is like shorter",
+    }  # fmt: skip
     assert "encoder.layer.2.attention.self" in found["padding behind is inert"]
 
 

@@ -42,7 +42,9 @@ def packed_difference(mechanism: Any, is_causal: bool) -> str:
     there = gradients(wanted, [*whole, *learned], direction)
     found = differences((out, here[:3], here[3:]), (wanted, there[:3], there[3:]), [SIZES] * 4)
     call = Call(mechanism, w, shards, is_causal, key_mask)
-    declared = packed_over(strategy(mechanism, is_causal, masked=call.masked), sequences).sends(call, Sizes(2, HEADS, 8, 8, 8))
+    declared = packed_over(strategy(mechanism, is_causal, masked=call.masked), sequences).sends(
+        call, Sizes(2, HEADS, 8, 8, 8)
+    )
     return found or ("" if traffic.bytes == declared else f"{traffic.bytes} bytes and {declared} declared")
 
 
