@@ -171,4 +171,12 @@ FAULTS = [
           "tests/integrations/test_swap_torch.py -k causal_hint"),
     Fault("old weights stay beside new shards", "integrations/saving.py", "config_path.with_name(path.name).touch()", "pass",
           "tests/test_files.py -k 'swapped and not whole'"),
+    Fault("empty places of a cache of a fixed size are keys", "integrations/visible.py",
+          "number = int((places * last).max()) + 1", "number = keys",
+          "tests/integrations/test_left_padding.py -k 'fixed and RandomSynthesizer'"),
+    Fault("positions that a cache has dropped are counted", "integrations/attention.py",
+          "if cache is None and visibility.begin and", "if False and", "tests/integrations/test_left_padding.py -k dropped"),
+    Fault("a cache of a window's size is taken for a whole one", "integrations/visible.py",
+          "if visibility.back is not None:\n        raise", "if False:\n        raise",
+          "tests/integrations/test_left_padding.py -k dropped"),
 ]  # fmt: skip
