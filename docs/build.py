@@ -170,6 +170,11 @@ DENIED = {  # trait -> what cannot be done without it
     "memory": "No decoding token by token.",
     "matrix": "No attention map: its outputs are no `A v` with one matrix for all channels.",
 }
+PLACES = {  # traits.positions -> what follows
+    "relative": "",
+    "absolute": "Positions count from each sequence's first visible token, so that padding in front changes nothing.",
+    "grid": "No padding in front: a `key_mask` that hides a sequence's first tokens is refused.",
+}
 HELD = {  # trait -> what follows where it is granted
     "bounded": "Its weights are for at most `max_len` tokens; longer inputs are refused.",
     "learned": "It has weights to train: until then its results say nothing of a pretrained model.",
@@ -200,6 +205,7 @@ def refusals(mechanism: Any) -> str:
             lines.append(f"- {words}" + (f" What would work: {others}." if others else ""))
     lines += ["- It mixes whole tokens: no queries, no heads, no cross attention, no attention map."] * (kind is Mixer)
     lines += [f"- {words}" for trait, words in HELD.items() if getattr(mechanism.traits, trait)]
+    lines += [f"- {words}" for words in (PLACES[mechanism.traits.positions],) if words]
     return "\n".join(lines) or "Nothing that exact attention can."
 
 
