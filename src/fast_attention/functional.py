@@ -38,10 +38,10 @@ def _counted(function: Function, kind: type[Mechanism[Any, Any]], *, settings: b
 
 
 # Their ``key_mask`` is (..., S), one flag per key and no head axis, as everywhere; the mechanism checks the settings.
-# The tables of ``aft_full`` and ``synthesizer_attention`` are of the pairs at hand, padding among them.
+# The tables of ``aft_full``, ``aft_local`` and ``synthesizer_attention`` are of the tokens at hand, padding among them.
 aft_full = checked(full.aft_full)
 aft_simple = checked(simple.aft_simple)
-aft_local = _counted(window.aft_local, window.AFTLocal)
+aft_local = checked(window.aft_local, window.AFTLocal)
 wkv_attention = checked(wkv.wkv_attention)
 conv_band = aft_conv.conv_band
 bigbird_attention = _counted(bigbird.bigbird_attention, bigbird.BigBird)

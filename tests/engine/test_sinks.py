@@ -81,6 +81,8 @@ def test_a_column_more(mechanism: str, heads: int, length: int, keys: int, is_ca
     """Also with few heads, whose tiles hold many chunks of one sequence (a batch of one)."""
     bound, inputs = drawn(mechanism, heads, length, keys)
     key_mask = torch.rand(2, keys) > 0.3 if masked else None
+    if key_mask is not None:
+        key_mask[:, 0] = True  # from where blocks are counted
     if heads == 2 and not masked:
         inputs = [x.detach()[:1].requires_grad_() for x in inputs]
     out = bound(*inputs, is_causal=is_causal, key_mask=key_mask)

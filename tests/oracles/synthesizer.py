@@ -14,7 +14,8 @@ def dense(q: Tensor, W: Tensor, b: Tensor) -> list[Tensor]:
     return [(torch.clamp(q, min=0) * W[:, j]).sum() + b[j] for j in range(len(b))]
 
 
-def score(m: Any, q: Tensor, k: Tensor, w: Any, head: int, i: int, j: int) -> Tensor:
+def score(m: Any, q: Tensor, k: Tensor, w: Any, head: int, i: int, place: int, j: int) -> Tensor:
+    """Of query i, which stands at ``place``, for key j."""
     kind = type(m).__name__
     if kind == "DenseSynthesizer":
         return (torch.clamp(q[i], min=0) * w.W[head, :, j]).sum() + w.b[head, j]
@@ -22,16 +23,16 @@ def score(m: Any, q: Tensor, k: Tensor, w: Any, head: int, i: int, j: int) -> Te
         A, B = dense(q[i], w.A.W[head], w.A.b[head]), dense(q[i], w.B.W[head], w.B.b[head])
         return [a * b for a in A for b in B][j]
     if kind == "RandomSynthesizer":
-        return w.R[head, i, j] + 0 * q[i].sum()
+        return w.R[head, place, j] + 0 * q[i].sum()
     if kind == "FactorizedRandomSynthesizer":
-        return (w.R1[head, i] * w.R2[head, j]).sum() + 0 * q[i].sum()
+        return (w.R1[head, place] * w.R2[head, j]).sum() + 0 * q[i].sum()
     if kind == "DotProduct":
         return (q[i] * k[j]).sum() / math.sqrt(q.shape[1])
     assert kind == "MixtureSynthesizer"
     shares = w.alpha[head].exp() / w.alpha[head].exp().sum()
     total = 0 * q[i].sum()
     for share, part, own in zip(shares, m.components, w.parts, strict=True):
-        total = total + share * score(part, q, k, own, head, i, j)
+        total = total + share * score(part, q, k, own, head, i, place, j)
     return total
 
 
@@ -49,7 +50,8 @@ def synthesizer(
         if not seen:
             rows.append(0 * v.sum(0))
             continue
-        scores = [score(m, q, k, w, head, i, j) for j in seen]
+        place = i + keys - length if is_causal else i  # causal queries are the last of as many as keys
+        scores = [score(m, q, k, w, head, i, place, j) for j in seen]
         top = max(float(s.detach()) for s in scores)
         weights = [(s - top).exp() for s in scores]
         rows.append(sum(a * v[j] for a, j in zip(weights, seen, strict=True)) / sum(weights))

@@ -14,7 +14,7 @@ from fast_attention.engine import dispatch
 from fast_attention.functional import implementation
 from tests.cases import qkv
 from tests.oracles.local2d import block_of, pair_of, window_of
-from tests.sparse.test_tiles import agree, inputs
+from tests.sparse.test_tiles import agree, inputs, shown
 
 GRIDS = [
     (Local2d(30, 26, window=3), 780),
@@ -54,7 +54,7 @@ def test_tiles_are_the_dense_masked_softmax(m: Any, length: int) -> None:
     mask = visible_keys(m, length)
     for lead, masked, values in (((2, 3), True, 5), ((1, 1), False, 5), ((1, 18), False, 8)):
         tensors = inputs(lead, length, length, values=values)
-        keys = torch.rand(lead[0], length) > 0.3 if masked else None
+        keys = shown(lead[0], length) if masked else None
         visible = (mask if keys is None else mask & keys[:, None, None]).expand(*lead, length, length)
         with dispatch.recorded() as steps:
             out = m(*tensors, key_mask=keys)
@@ -68,7 +68,7 @@ def test_tiles_are_the_dense_masked_softmax(m: Any, length: int) -> None:
 
 def test_few_keys_are_exact_attention_with_a_mask() -> None:
     torch.manual_seed(3)
-    m, tensors, keys = Local2d(14, 14, num_prefix_tokens=1), inputs((2, 3), 197, 197), torch.rand(2, 197) > 0.3
+    m, tensors, keys = Local2d(14, 14, num_prefix_tokens=1), inputs((2, 3), 197, 197), shown(2, 197)
     with dispatch.recorded() as steps:
         out = m(*tensors, key_mask=keys)
     assert steps[0].path == "exact attention with the window as mask"

@@ -37,6 +37,11 @@ def inputs(lead: tuple[int, ...], length: int, keys: int, *, values: int = 5) ->
     return q.transpose(-3, -2).contiguous().transpose(-3, -2).requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
+def shown(batch: int, keys: int) -> torch.Tensor:
+    """Some keys, the first among them: from there blocks are counted."""
+    return (torch.rand(batch, keys) > 0.3) | (torch.arange(keys) == 0)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("m", VALUES, ids=repr)
@@ -45,7 +50,7 @@ def test_bands(m: Any, is_causal: bool, masked: bool) -> None:
     for length, keys in SIZES:
         for lead in ((2, 3), (1, 1)):  # heads as the batch of a tile, and stretches of one head
             tensors = inputs(lead, length, keys)
-            seen = torch.rand(lead[0], keys) > 0.3 if masked else None
+            seen = shown(lead[0], keys) if masked else None
             mask = near(m, length, keys, is_causal, "cpu")
             mask = mask if seen is None else mask & seen[:, None, None]
             dense = F.scaled_dot_product_attention(*tensors, mask.expand(*lead, length, keys))
@@ -60,7 +65,7 @@ def test_gathered_blocks(is_causal: bool, masked: bool) -> None:
         bound = bind(m)
         for length in (160, 257):
             tensors = inputs((2, 2), length, length)
-            seen = torch.rand(2, length) > 0.3 if masked else None
+            seen = shown(2, length) if masked else None
             mask = pattern(m, bound, length, seen, is_causal)
             agree(
                 bound(*tensors, is_causal=is_causal, key_mask=seen),
@@ -107,7 +112,7 @@ def test_windows_over_most_keys_are_a_mask(masked: bool) -> None:
         (Local(100), 150, 150, True), (Local((30, 60)), 150, 180, False), (Local(20), 90, 66, False),
     ):  # fmt: skip
         tensors = inputs((2, 3), length, keys)
-        seen = torch.rand(2, keys) > 0.3 if masked else None
+        seen = shown(2, keys) if masked else None
         mask = near(m, length, keys, is_causal, "cpu")
         mask = mask if seen is None else mask & seen[:, None, None]
         with dispatch.recorded() as steps:
