@@ -521,3 +521,21 @@ def test_error_against_speed_at_one_length() -> None:
         assert all(abs(y - b) > 7 or x + wide < a or a + w < x for a, b, w in boxes[:i])
     record.cells = [cell for cell in record.cells if cell.length != 1024]
     assert pictures.tradeoff(record) is None
+
+
+def test_a_row_has_the_error_and_the_speed_of_one_length() -> None:
+    record = made_up({128: 4.0, 256: 2.0, 512: 0.5, 1024: 0.2}, error=0.3)
+    record.errors = [error for error in record.errors if error.length < 1024]
+    for error in record.errors:
+        error.output = [[error.length / 1000]]
+    table, every = report.table(record), report.every(record)
+    assert [head for head in table.heads if any(digit in head for digit in "125")] == [
+        "error at 512", "speed at 512", "memory at 512",
+    ]  # fmt: skip
+    shown = {values[0].text: [value.text for value in values] for values, _ in table.values}
+    assert shown["Local()"][1:4] == ["51 %", "2x", "from 512"]
+    rows = {(values[0].text, values[1].text): (values[2].text, values[3].text) for values, _ in every.values}
+    known = {length: rows["Local()", f"{length:,}"] for length in record.meta["lengths"]}
+    assert known == {128: ("13 %", "0.25x"), 256: ("26 %", "0.5x"), 512: ("51 %", "2x"), 1024: ("-", "5x")}
+    record.errors.clear()
+    assert "speed at 1,024" in report.table(record).heads, "where no error is known, the greatest that was timed"

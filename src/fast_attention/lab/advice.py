@@ -262,7 +262,7 @@ def html(record: Advised) -> str:
         Section("Advice", [*(Words(each, "lead") for each in record.advice["words"]), *_points(record)]),
         Section("Ranking", [*[Words(BESIDE)] * bool(record.far), ranking(record)]),
         *(Section(title, [Listing(lines)]) for title, lines in unranked(record).items()),
-        Section("Times and memory", [Folded("Every time and peak", report.every(record))]),
+        Section("Times and memory", [Folded("Every error, time and peak", report.every(record))]),
         pages.run(meta, facts),
         pages.again(meta, record.data),
     ]
