@@ -519,6 +519,10 @@ def test_error_against_speed_at_one_length() -> None:
     for i, (x, y, wide) in enumerate(boxes):
         assert 0 < x < x + wide < 7.6 * 72
         assert all(abs(y - b) > 7 or x + wide < a or a + w < x for a, b, w in boxes[:i])
+    assert ">allowed: 10 %</text>" in picture.svg
+    far = pictures.Tradeoff([point for point in found.points if point.error > 0.28], 1024)
+    assert ">allowed: 10 %, below this picture</text>" in pictures.scatter(far, 0.1).svg, "no half of it is empty"
+    assert ">10 %</text>" not in pictures.scatter(far, 0.1).svg
     record.cells = [cell for cell in record.cells if cell.length != 1024]
     assert pictures.tradeoff(record) is None
 

@@ -36,9 +36,11 @@ def html(record: Comparison) -> str:
     }
     lead = [Words(words, "lead") for words in verdicts.answer(record)]
     points = pictures.tradeoff(record)
+    no_reference = points is not None and verdicts.beyond(record, [points.length])
+    caption = _CAPTION + " Exact attention is no reference at this length: see above." * bool(no_reference)
     figure = [] if points is None else [
         Figure(
-            pictures.scatter(points, meta.get("asked")), f"Error against speed at {points.length:,} tokens, {_CAPTION}",
+            pictures.scatter(points, meta.get("asked")), f"Error against speed at {points.length:,} tokens, {caption}",
             "small",
         )
     ]  # fmt: skip
@@ -143,6 +145,4 @@ def _warnings(meta: dict[str, Any]) -> list[Words]:
     if load > meta["cores"] + 0.5:
         busy = f"The machine was busy with other work (load {load} on {meta['cores']} cores): times are uncertain."
         warnings.append(Words(busy, "warn"))
-    if extension := meta.get("extension"):
-        warnings.append(Words(f"Beyond the model's own context: {extension}."))
     return warnings
