@@ -148,6 +148,18 @@ def retrieved() -> str:
     return f"{table(heads, sorted(rows, key=lambda row: row[1], reverse=True))}\n\n{about}"
 
 
+def chosen() -> str:
+    """What blocks and windows, untrained, leave of a model's embeddings of long texts, by length."""
+    record = measured.newest("chosen-blocks")
+    rows = record.held["rows"]
+    lengths = sorted({row["length"] for row in rows})
+    cells = {row["model"]: [f"`{row['model']}`" if row["model"].endswith(")") else row["model"]] for row in rows}
+    for row in sorted(rows, key=lambda row: row["length"]):
+        cells[row["model"]].append(f"{row['cosine']:.3f} ({row['to_exact']:.3f})")
+    heads = ("MiniLM reads at once by", *(f"{length:,} tokens" for length in lengths))
+    return f"{table(heads, cells.values())}\n\n{record.machine} ({record.link})."
+
+
 def decision() -> str:
     """What to take for texts beyond a model's positions, as ``advise`` and ``compare`` print it; what it rests on."""
     found, record = measured.retrieval()
@@ -359,7 +371,7 @@ def rooms() -> str:
 
 PARTS: dict[str, Callable[..., str]] = {part.__name__: part for part in (
     measured.gain, measured.untrained, measured.converted, measured.state, lengths, learned, decision, retrieved,
-    swapped, priced, conversions, written, recorded, overview, names, vehicles, rooms,
+    chosen, swapped, priced, conversions, written, recorded, overview, names, vehicles, rooms,
 )}  # fmt: skip
 MARK = re.compile(r"(<!-- build: (\w+)(?: ([^<>\n]*))? -->)(.*?)(<!-- end -->)", re.S)
 PAGES = [ROOT / "README.md", ROOT / "CHARTER.md", ROOT / "records" / "README.md", *sorted(DOCS.glob("*.md"))]

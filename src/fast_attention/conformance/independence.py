@@ -34,9 +34,8 @@ def _changed(inputs: tuple[Tensor, ...], replaced: Tensor, factor: float, seed: 
 def future(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """The future never moves the past: later tokens are replaced by ones 6, -6 and 60 times as large.
 
-    From any token on.
-
-    Of a long sequence from a few tokens on, for what runs at such lengths only, where the attention takes them.
+    They are so from any token on; of a long sequence from a few tokens on, for what runs at such lengths only, where
+    the attention takes them.
     """
     if not subject.causal:
         return unclaimed("not causal")
