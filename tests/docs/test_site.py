@@ -53,6 +53,7 @@ def test_every_block_of_the_site_can_be_copied(conf: ModuleType) -> None:
     assert count > 100
     command = "fast-attention list"
     assert copied(command, "console", conf.copybutton_exclude) == command
+    assert copied(command, "console", ".linenos, .gp, .go") == "", "what this test is for"
     assert copied(f"$ {command}\nSoftmax\n", "console", conf.copybutton_exclude) == command
     assert copied(">>> 1 + 1\n2\n", "pycon", conf.copybutton_exclude) == "1 + 1"
 
