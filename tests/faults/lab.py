@@ -48,7 +48,7 @@ FAULTS = [
           "self.ratio < BETTER and self.median <= asked", "tests/lab/test_compare.py -k undecided"),
     Fault("the time goes to what cannot be the answer", "lab/compare.py", "against_exact(by_promise)",
           "against_exact(plan.mechanisms)", "tests/lab/test_compare.py -k measures_everything"),
-    Fault("time is promised to nobody", "lab/timing.py", "self.spent + promised + PASSES", "self.spent + PASSES",
+    Fault("time is promised to nobody", "lab/timing.py", "self.spent + self.promised + PASSES", "self.spent + PASSES",
           "tests/lab/test_compare.py -k goes_to_the_first"),
     Fault("names lie on each other", "lab/pictures.py", "if _is_free(each[2], inside, taken)", "if True",
           "tests/lab/test_compare.py -k error_against_speed"),
