@@ -128,7 +128,7 @@ def conversions() -> str:
 WAYS = {  # of a record of retrieval -> what a document becomes
     "original, cut to 512 tokens": "the embedding of its first 512 tokens",
     "mean of the 512-token chunks": "the mean of the embeddings of its 512-token chunks",
-    "best of the 512-token chunks, a vector each": "all of those, the nearest counts: a vector for every chunk",
+    "best of the 512-token chunks, a vector each": "the embeddings of its 512-token chunks: the nearest counts",
     "extended, exact": "the embedding of all its tokens in one pass, by exact attention",
 }
 
@@ -139,7 +139,7 @@ def retrieved() -> str:
     rows = []
     for way, row in found.items():
         name = way.removeprefix("extended, untrained ")
-        said = WAYS.get(way, "the same, converted as below")
+        said = WAYS.get(way, "the embedding of all its tokens in one pass, converted as below")
         said = f"the embedding of all its tokens in one pass, by an untrained `{name}`" if name != way else said
         speed = "-" if "cut" in way else f"{row['tokens_per_second']:,.0f}"  # it is of all tokens, and reads 512
         rows.append((said, *(f"{row[key]:.3f}" for key in ("recall_at_1", "mrr")), speed))

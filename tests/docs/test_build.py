@@ -42,6 +42,14 @@ def test_a_page_names_only_parts_that_there_are(build: ModuleType) -> None:
         assert len(found) == path.read_text(encoding="utf-8").count("<!-- build: "), path
 
 
+def test_no_line_that_is_made_is_raw_html(build: ModuleType) -> None:
+    """A line that begins with a comment is no Markdown: code and links in it are not rendered."""
+    for path in build.PAGES:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert not line.lstrip("> ").startswith("<!--") or line.endswith("-->"), line
+            assert not re.match(r"[> ]*<!--.*-->.*<!--", line), line
+
+
 def test_records_are_read_by_todays_names(build: ModuleType) -> None:
     today, day = build.measured.today, "2026-11-24"
     assert today("LARA()", day) == today("Local(window=64) + ABC(num_slots=64)", day) == ""
