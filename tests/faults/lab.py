@@ -56,7 +56,7 @@ FAULTS = [
     Fault("a file that disagrees with its model is kept", "lab/export.py",
           "if max(trial.difference for trial in trials) > tolerance:", "if False:",
           "tests/integrations/test_export.py -k 'disagrees'"),
-    Fault("a draw in time is worth giving up exactness", "lab/advice.py", "if ratio >= FASTER:", "if ratio >= 1.0:",
+    Fault("a draw in time is worth giving up exactness", "lab/advice.py", "if is_even or ratio >= FASTER:", "if ratio >= 1.0:",
           "tests/lab/test_advise.py -k limits"),
     Fault("what is too inexact is advised", "lab/advice.py", "if not summary[0] <= question.budget:", "if False:",
           "tests/lab/test_advise.py -k 'limits or ranking'"),

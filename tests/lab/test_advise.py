@@ -80,6 +80,9 @@ def test_the_limits(ratio: float, error: float, kind: str) -> None:
     found = record({"FavorPlus()": ratio}, {"FavorPlus()": error})
     rows = {row.mechanism: row.kind for row in ranked(found, parsed("FavorPlus"), Question(512, 0.1))}
     assert rows["FavorPlus()"] == kind
+    found.cells[1].forward_low, found.cells[1].forward_high = 0.4, 1.1
+    (row,) = (row for row in ranked(found, parsed("FavorPlus"), Question(512, 0.1)) if row.mechanism != EXACT)
+    assert row.kind == ("inexact" if kind == "inexact" else "slower"), "rounds on both sides of exact attention's time"
 
 
 def test_keep_exact_attention_where_nothing_accurate_is_faster() -> None:

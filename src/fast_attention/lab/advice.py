@@ -138,8 +138,9 @@ def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
     if not summary[0] <= question.budget:
         at = "" if error.length == question.length else f", {known} at {error.length:,} tokens"
         return row("inexact", f"median error beyond {percent(question.budget)}{at}")
-    speed = f"{verdicts.speed(ratio)} as exact attention"
-    if ratio >= FASTER:
+    is_even = verdicts.even(cell, question.which)  # a draw within the noise of the rounds
+    speed = f"{verdicts.speed(1.0 if is_even else ratio)} as exact attention"
+    if is_even or ratio >= FASTER:
         return row("slower", speed)
     if error.length < question.length:
         return row("unproven", f"{speed}; its error is known at {error.length:,} tokens only: {known}")
