@@ -24,6 +24,7 @@ import pictures
 from fast_attention import Attention, Mixer, catalogue, files
 from fast_attention.engine.vehicles import VEHICLES
 from fast_attention.known_names import KNOWN
+from fast_attention.lab.verdicts import LONG
 from fast_attention.refusals import granting
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,13 +78,13 @@ def learned() -> str:
 
 
 def swapped() -> str:
-    """What a swap without training does to a real model, and what it costs at the longest length."""
+    """What a swap without training does to a real model, and what it costs there."""
     record = measured.newest("costs")
     prices, rows = {(row["model"], row["length"]): row for row in record.held["prices"]}, []
-    far = max(length for _, length in prices)
+    near = measured.nearest(record, record.meta["length"])
 
     def ratio(over: str, under: str, what: str) -> str:
-        return f"{prices[over, far][what] / prices[under, far][what]:.2f}x" if what in prices[under, far] else "-"
+        return f"{prices[over, near][what] / prices[under, near][what]:.2f}x" if what in prices[under, near] else "-"
 
     for row in sorted(record.held["rows"], key=lambda row: -row.get("sentence_cosine", -2.0)):
         cells = [f"`{row['mechanism']}`{' +' * row.get('learned', False)}"]
@@ -94,9 +95,27 @@ def swapped() -> str:
             cells += [ratio("original", name, what) for what in ("seconds", "attention_seconds")]
             cells += [ratio(name, "original", "bytes")]
         rows.append(cells if cells[1:] else [*cells, f"cannot: {row['note']}", *[""] * 4])
-    heads = ("mechanism", "cosine of passages (worst)", "of tokens", f"time at {far:,}", "of attention", "memory")
+    heads = ("mechanism", "cosine of passages (worst)", "of tokens", "time", "of attention", "memory")
     about = f"{record.meta['model']}, {record.meta['passages']} passages of {record.meta['length']} tokens"
+    about += f"; time and memory of one of {near}"
     return f"{table(heads, rows)}\n\n{about}; {record.machine} (`records/{record.name}`)."
+
+
+def priced() -> str:
+    """What a swapped model costs by length: its time, and that of its attention modules."""
+    record = measured.newest("costs")
+    prices = {(row["model"], row["length"]): row for row in record.held["prices"]}
+    lengths = sorted({length for _, length in prices})
+
+    def cell(name: str, length: int) -> str:
+        own, exact = prices[name, length], prices["original", length]
+        both = [f"{exact[what] / own[what]:.2f}x" for what in ("seconds", "attention_seconds") if own.get(what)]
+        return " / ".join(both) or "-"
+
+    names = [row["mechanism"] for row in record.held["rows"] if (row["mechanism"], lengths[-1]) in prices]
+    speed = {name: prices["original", lengths[-1]]["seconds"] / prices[name, lengths[-1]]["seconds"] for name in names}
+    rows = [(f"`{name}`", *(cell(name, n) for n in lengths)) for name in sorted(names, key=lambda name: -speed[name])]
+    return table(("model / its attention", *(f"{length:,} tokens" for length in lengths)), rows)
 
 
 def conversions() -> str:
@@ -104,6 +123,57 @@ def conversions() -> str:
     rows = [row for row in measured.qualities() if " converted: " in row[0]]
     cells = [(question, linked(own), *rest, record.link) for question, own, *rest, record in rows]
     return table(("measured", "mechanism", "result", "original", "record"), cells)
+
+
+WAYS = {  # of a record of retrieval -> what a document becomes
+    "original, cut to 512 tokens": "the embedding of its first 512 tokens",
+    "mean of the 512-token chunks": "the mean of the embeddings of its 512-token chunks",
+    "best of the 512-token chunks, a vector each": "the embeddings of its 512-token chunks: the nearest counts",
+    "extended, exact": "the embedding of all its tokens in one pass, by exact attention",
+}
+
+
+def retrieved() -> str:
+    """How well each way of embedding a document finds it."""
+    found, record = measured.retrieval()
+    rows = []
+    for way, row in found.items():
+        name = way.removeprefix("extended, untrained ")
+        said = WAYS.get(way, "the embedding of all its tokens in one pass, converted as below")
+        said = f"the embedding of all its tokens in one pass, by an untrained `{name}`" if name != way else said
+        speed = "-" if "cut" in way else f"{row['tokens_per_second']:,.0f}"  # it is of all tokens, and reads 512
+        rows.append((said, *(f"{row[key]:.3f}" for key in ("recall_at_1", "mrr")), speed))
+    rows.sort(key=lambda row: row[1], reverse=True)
+    heads = ("a document becomes", "recall at 1", "MRR", "tokens a second")
+    about = f"{record.meta['documents']} manuals of Debian packages; {record.machine} ({record.link})."
+    return f"{table(heads, rows)}\n\n{about}"
+
+
+def chosen() -> str:
+    """What blocks and windows, untrained, leave of a model's embeddings of long texts, by length."""
+    record = measured.newest("chosen-blocks")
+    rows = record.held["rows"]
+    lengths = sorted({row["length"] for row in rows})
+    cells = {row["model"]: [f"`{row['model']}`" if row["model"].endswith(")") else row["model"]] for row in rows}
+    for row in sorted(rows, key=lambda row: row["length"]):
+        cells[row["model"]].append(f"{row['cosine']:.3f} ({row['to_exact']:.3f})")
+    heads = ("MiniLM reads at once by", *(f"{length:,} tokens" for length in lengths))
+    return f"{table(heads, cells.values())}\n\n{record.machine} ({record.link})."
+
+
+def decision() -> str:
+    """What to take for texts beyond a model's positions, as ``advise`` and ``compare`` print it; what it rests on."""
+    found, record = measured.retrieval()
+    whole = "BlockLocal(block_size=256)"
+    ways = {
+        "nearest chunk": "best of the 512-token chunks, a vector each",
+        "mean of the chunks": "mean of the 512-token chunks",
+        f"one pass by `{whole}`": f"extended, untrained {whole}",
+        "one pass by exact attention": "extended, exact",
+    }
+    figures = "; ".join(f"{name} {found[way]['recall_at_1']:.3f}" for name, way in ways.items())
+    words = " ".join(LONG).replace(whole, f"`{whole}`")
+    return f"{words} Recall at 1, a MiniLM, {record.meta['documents']} manuals: {figures} ({record.link})."
 
 
 def written() -> str:
@@ -307,8 +377,8 @@ def rooms() -> str:
 # Writing and checking
 
 PARTS: dict[str, Callable[..., str]] = {part.__name__: part for part in (
-    measured.gain, measured.untrained, measured.converted, measured.state, lengths, learned,
-    swapped, conversions, written, recorded, overview, names, vehicles, rooms,
+    measured.gain, measured.untrained, measured.converted, measured.state, lengths, learned, decision, retrieved,
+    chosen, swapped, priced, conversions, written, recorded, overview, names, vehicles, rooms,
 )}  # fmt: skip
 MARK = re.compile(r"(<!-- build: (\w+)(?: ([^<>\n]*))? -->)(.*?)(<!-- end -->)", re.S)
 PAGES = [ROOT / "README.md", ROOT / "CHARTER.md", ROOT / "records" / "README.md", *sorted(DOCS.glob("*.md"))]

@@ -117,11 +117,15 @@ def at_length(length: int = FAR) -> dict[str, dict[bool, tuple[float, Record]]]:
     return found
 
 
-def attention_gains(record: Record, length: int) -> dict[str, float]:
-    """The original's time over each model's in a record of costs, of the attention modules alone."""
-    rows = [row for row in record.held["prices"] if row["length"] == length and row.get("attention_seconds")]
-    seconds = {row["model"]: row["attention_seconds"] for row in rows}
-    return {name: seconds["original"] / each for name, each in seconds.items()}
+def model_gains(record: Record, length: int) -> dict[str, float]:
+    """The original's time over each model's in a record of costs."""
+    seconds = {row["model"]: row["seconds"] for row in record.held["prices"] if row["length"] == length}
+    return {name: seconds["original"] / each for name, each in seconds.items() if each}
+
+
+def nearest(record: Record, length: int) -> int:
+    """The length of a record of costs at which models were timed that is nearest to another one."""
+    return min((row["length"] for row in record.held["prices"]), key=lambda each: abs(each - length))
 
 
 # Quality
@@ -140,6 +144,7 @@ def qualities() -> list[tuple[str, str, str, str, Record]]:
         figures, model = record.held["figures"], record.meta["model"].split(" (")[0].split("/")[-1]
         measure = "sentence_cosine" if "sentence_cosine" in figures["tuned"] else "bits_per_byte"
         question = f"{model} converted: {'cosine of embeddings' if 'cosine' in measure else 'bits per byte'}"
+        question += f", texts of up to {record.meta['length']:,} tokens"
         answer = f"{figures['swapped'][measure]:.4f}, trained {figures['tuned'][measure]:.4f}"
         exact = f"{figures['original'][measure]:.4f}"
         found.append((question, record.held["conversion"]["mechanism"], answer, exact, record))
@@ -183,23 +188,27 @@ def gain(expression: str, order: str = "") -> str:
 
 
 def untrained(expression: str) -> str:
-    """The cosine of a MiniLM's sentence embeddings with the mechanism swapped in and nothing trained, and its speed."""
+    """The cosine of a MiniLM's sentence embeddings with a mechanism swapped in, untrained; that model's speed."""
     record = newest("costs")
     cosine = next(row["sentence_cosine"] for row in record.held["rows"] if row["mechanism"] == expression)
-    faster = attention_gains(record, FAR)[expression]
-    return f"cosine {cosine:.3f} at {record.meta['length']} tokens, {faster:.1f}x at {FAR:,} ({record.link})"
+    at, length = record.meta["length"], nearest(record, record.meta["length"])
+    faster = model_gains(record, length)[expression]
+    return f"cosine {cosine:.3f} at {at} tokens, the model {faster:.1f}x at {length} ({record.link})"
 
 
 def converted(kind: str) -> str:
-    """The cosine of a conversion's embeddings, untrained and trained, and the speed, on the longest texts judged."""
+    """The cosine of a conversion's embeddings, untrained and trained, and the model's speed, on the longest texts."""
     record = newest(f"convert-{kind}")
-    longest, stages = max(row["length"] for row in record.held["prices"]), record.held["figures"]
-    groups = record.held["conversion"].get("by_group", {})
-    if (group := f"other text, {longest}") in groups.get("tuned", {}):
-        stages = {stage: found[group] for stage, found in groups.items() if group in found}
-    before, after = (stages[stage]["sentence_cosine"] for stage in ("swapped", "tuned"))
-    faster = attention_gains(record, longest)["converted"]
-    return f"cosine {before:.3f}, trained {after:.3f}; {faster:.1f}x at {longest:,} tokens ({record.link})"
+    longest, groups = max(row["length"] for row in record.held["prices"]), record.held["conversion"]["by_group"]
+    before, after = (groups[stage][f"other text, {longest}"]["sentence_cosine"] for stage in ("swapped", "tuned"))
+    faster = model_gains(record, longest)["converted"]
+    return f"cosine {before:.3f}, trained {after:.3f}; the model {faster:.1f}x, at {longest:,} tokens ({record.link})"
+
+
+def retrieval() -> tuple[dict[str, dict[str, Any]], Record]:
+    """What the newest retrieval with chunks measured, by the way in which a document becomes a vector."""
+    record = newest("retrieval*")
+    return {row["way"]: row for row in record.held["rows"]}, record
 
 
 def state(expression: str) -> str:

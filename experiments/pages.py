@@ -70,9 +70,9 @@ def overview(records: Iterable[tuple[Reproduction, Reproduced, Path]]) -> str:
     held = table(["reproduction", "points that agree", "what differs"], rows)
     words = (
         "Papers' figures and tables measured here, each by a script of `experiments/reproductions` that runs from a "
-        "checkout (`python -m experiments.reproductions.NAME`), on two cores in at most 30 minutes. Published numbers "
-        "are theirs, ours are of the newest record, and where they disagree the first line of the page says so. This "
-        "page and all others are written by `python docs/build.py`."
+        "checkout (`python -m experiments.reproductions.NAME`), by default within 30 minutes on two cores; each page "
+        "says how long its record took. Published numbers are theirs, ours are of the newest record, and where they "
+        "disagree the first line of the page says so. This page and all others are written by `python docs/build.py`."
     )
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *(f"reproductions/{row[0].name}" for row in records), "```"])
     return "\n\n".join(["# Reproductions", words, held, toctree]) + "\n"

@@ -13,7 +13,7 @@ from fast_attention import cli
 
 ROOT = Path(__file__).parent.parent
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-COMMANDS = "\n".join(re.findall(r"```console\n(.*?)```", TUTORIAL, re.S)).split("\n")
+COMMANDS = "\n".join(re.findall(r"```sh\n(.*?)```", TUTORIAL, re.S)).split("\n")
 SHORTER = (
     (r"--minutes \S+|--steps \d+", "--steps 3"),
     (r"--seeds \d+", "--seeds 1"),

@@ -374,7 +374,8 @@ def tables(record: Reproduced) -> list[Table]:
         held = {size: record.of(contender=each.label, associations=size) for size in sizes}
         right = [f"{100 * statistics.fmean(r['recall'] for r in own):.0f} %" if own else "-" for own in held.values()]
         state = next(own[0]["state"] for own in reversed(held.values()) if own)
-        recall.append([each.label, *right, f"{state:,}", f"`{each.mechanism}`"])
+        measured = record.of(contender=each.label)[0]["mechanism"]
+        recall.append([each.label, *right, f"{state:,}", f"`{measured}`"])
     heads = ["", *(f"{size} associations" for size in sizes)]
     return [
         Table("Loss here, and in brackets the paper's; *: time ended the training", heads, rows),
@@ -396,7 +397,8 @@ def why(record: Reproduced) -> list[str]:
         "Mechanisms that mix channel by channel (AFT, Manhattan) cannot carry one-hot values as wide as the "
         "vocabulary: theirs are projected to 64 numbers and read out by a trained layer. No query picks a key.",
         "The Taylor map has 1 + d + d^2 features: its queries and keys are 16 wide, as in Based, which makes 273.",
-        "ABC left the library after this record: the script trains the others.",
+        "ABC left the library after this record, and Hybrid's sliding windows: the script trains the others, and a "
+        "Hybrid with blocks.",
     ]
 
 

@@ -1,7 +1,7 @@
 """Linformer, Fig. 1 (Wang et al. 2020): how few singular values make up a matrix of attention weights.
 
-Beside the paper's curve stand those of matrices that nobody trained, since any matrix whose rows are positive and sum
-to one has one large singular value.
+Beside the paper's curve stand those of matrices that nobody trained, since a matrix whose rows are positive, alike and
+sum to one has one large singular value.
 
 Records: records/*-reproduce-spectrum.json. Again: ``python -m experiments.reproductions.spectrum --out out/spectrum``
 (3 minutes; with the same version of torch the same numbers). Needs the extra ``demo``, for its MiniLM.

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from fast_attention import Attention, catalogue
+from fast_attention.lab import compare, verdicts
+from fast_attention.lab.advice import Advised
+from fast_attention.lab.records import EXACT, Cell
 from tests.docs.conftest import ROOT, Change
 
 NAMES = catalogue.names()
@@ -37,6 +40,14 @@ def test_a_page_names_only_parts_that_there_are(build: ModuleType) -> None:
     assert {name for found in marks.values() for _, name, *_ in found} == {*build.PARTS}
     for path, found in marks.items():
         assert len(found) == path.read_text(encoding="utf-8").count("<!-- build: "), path
+
+
+def test_no_line_that_is_made_is_raw_html(build: ModuleType) -> None:
+    """A line that begins with a comment is no Markdown: code and links in it are not rendered."""
+    for path in build.PAGES:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert not line.lstrip("> ").startswith("<!--") or line.endswith("-->"), line
+            assert not re.match(r"[> ]*<!--.*-->.*<!--", line), line
 
 
 def test_records_are_read_by_todays_names(build: ModuleType) -> None:
@@ -81,6 +92,62 @@ def test_results_are_the_records(build: ModuleType, changed: Change) -> None:
     assert "| `BigBird()` | 0.123 (" in build.swapped()
     assert "| `BigBird()` | 0.123 | 1.000 |" in build.page("BigBird")
     assert build.measured.untrained("BigBird()").startswith("cosine 0.123 at")
+
+
+def test_one_decision_for_long_texts_stands_wherever_it_is_asked_for(build: ModuleType) -> None:
+    """README, the pages and the commands say the same; its figures are those of the newest record with chunks."""
+    said = " ".join(verdicts.LONG)
+    for name in ("README.md", "docs/choose.md", "docs/long.md"):
+        page = (ROOT / name).read_text(encoding="utf-8")
+        assert page.replace("`", "").count(said) == 1, name
+    far = Advised({"length": 4096, "budget": 0.1, "pass": "forward", "context": 512, "extension": "extended"})
+    far.answer([])
+    assert " ".join(far.advice["words"][1:]) == said
+    far.cells = [Cell(EXACT, 4096, "measured", forward_ms=1.0, forward_ratio=1.0)]
+    assert " ".join(verdicts.answer(far)[1:]) == said
+    rows, _ = build.measured.retrieval()
+    recall = {name: row["recall_at_1"] for name, row in rows.items()}
+    nearest, mean = recall["best of the 512-token chunks, a vector each"], recall["mean of the 512-token chunks"]
+    assert nearest >= max(recall.values()) - 0.01, "or the decision has to be made anew"
+    assert recall["extended, exact"] < mean - 0.05, "or exact attention is a reference after all"
+    for value in (nearest, mean, recall["extended, exact"]):
+        assert f"{value:.3f}" in build.decision()
+
+
+def test_what_is_measured_first_is_what_records_promise(build: ModuleType) -> None:
+    """``advise`` begins with what is closest to exact attention in a MiniLM, of what is faster at 4,096 tokens."""
+    costs, blocks = build.measured.newest("costs"), build.measured.newest("chosen-blocks")
+    rows = sorted(
+        (row for row in costs.held["rows"] if "sentence_cosine" in row), key=lambda row: -len(row["mechanism"])
+    )
+    cosines = {row["mechanism"].split("(")[0]: row for row in rows}  # of two settings the one nearer to the defaults
+    own = [name for name in compare.PROMISING if name in cosines]
+    assert own == sorted(own, key=lambda name: -cosines[name]["sentence_cosine"])
+    assert len(own) > 5
+    to_exact = {row["model"]: row["to_exact"] for row in blocks.held["rows"] if row["length"] == 2048}
+    assert to_exact["BigBird()"] > to_exact["Selected()"] > to_exact["Local()"]
+    faster = {name.split("(")[0] for name, order in build.measured.at_length().items() if max(order.values())[0] > 1}
+    assert {*compare.PROMISING} <= faster
+
+
+def test_cosine_and_speed_in_a_row_are_of_one_length(build: ModuleType, changed: Change) -> None:
+    """What a swap does to passages of 480 tokens stands beside the time of the nearest length, never of 4,096."""
+
+    def at_4096(held: Any) -> None:
+        for row in held["prices"]:
+            if row["length"] != 512:
+                row.update(seconds=row["seconds"] * (1000 if row["model"] == "original" else 1))
+
+    before = build.swapped(), build.measured.untrained("BigBird()")
+    changed("costs", at_4096)
+    assert (build.swapped(), build.measured.untrained("BigBird()")) == before
+    assert "of 512" in before[0]
+    assert before[1].endswith("-costs.json))")
+    record = build.measured.newest("convert-long")
+    prices = {row["model"]: row["seconds"] for row in record.held["prices"] if row["length"] == 8192}
+    judged = record.held["conversion"]["by_group"]["tuned"]["other text, 8192"]["sentence_cosine"]
+    words = f"trained {judged:.3f}; the model {prices['original'] / prices['converted']:.1f}x, at 8,192 tokens"
+    assert words in build.measured.converted("long")
 
 
 def test_every_study_and_every_result_is_shown(build: ModuleType) -> None:

@@ -120,6 +120,39 @@ def test_pages_are_of_the_newest_records_and_disagreement_comes_first() -> None:
         assert re.search(r"arXiv \d{4}\.\d{5}", script.REPRODUCTION.paper)
 
 
+def newest(name: str) -> tuple[Reproduced, Path]:
+    """The last record of a reproduction, in the repository of these tests, and its file."""
+    *_, path = sorted((Path(__file__).parents[2] / "records").glob(f"*-reproduce-{name}*.json"))
+    return Reproduced.read(path), path
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_page_names_the_mechanisms_that_its_record_measured(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them and no other: what a script trains today, or calls a mechanism today, is no result of then."""
+    record, path = newest(script.REPRODUCTION.name)
+    rows = record.rows
+    measured = {row[key] for row in rows for key in ("mechanism", "competitor") if "(" in row.get(key, "")}
+    monkeypatch.setattr(pages, "ROOT", path.parents[1])
+    text = pages.page(script.REPRODUCTION, record, path)
+    cells = [cell.strip() for line in text.splitlines() if line.startswith("|") for cell in line.split("|")]
+    named = {cell.strip("`") for cell in cells if re.fullmatch(r"`[A-Z]\w*\(.*\)`", cell)}
+    controls = {"Softmax()", "Local(window=0)"}
+    assert named - controls == measured - controls
+
+
+def test_recall_of_both_is_beside_windows_of_the_same_state() -> None:
+    """One of a state that a window does better with is a disagreement, and linear attention alone is neither."""
+    record, _ = newest("recall")
+    claim = recall.claims(record)[1]
+    windows, both = (recall.points(record, family) for family in (recall.WINDOW, recall.BOTH))
+    ahead = [size for size, value in both.items() if value > max(v for n, v in windows.items() if n <= size)]
+    assert claim.ours.startswith(f"{len(ahead)} of {len(both)} do; ")
+    assert claim.holds is (len(ahead) == len(both))
+    for row in record.of(family=recall.LINEAR):
+        row["accuracy"] = 0.5
+    assert recall.claims(record)[1] == claim
+
+
 def test_steps_fill_the_time() -> None:
     each = Training(recall.TASK, recall.matched(recall.TASK, "Softmax()", recall.MODEL), recall.SETTINGS)
     clock = iter(range(10**6))  # a step takes a second

@@ -4,6 +4,12 @@ from tests.faults.fault import Fault
 
 HERE, TESTS = "experiments/reproductions/", "tests/experiments/test_reproductions.py -k "
 FAULTS = [
+    Fault("a page names the mechanism that the script trains today", HERE + "capacity.py",
+          'measured = record.of(contender=each.label)[0]["mechanism"]', "measured = each.mechanism",
+          TESTS + "record_measured"),
+    Fault("linear attention alone stands for both", HERE + "recall.py",
+          "for size, value in both.items() if value > beside[size]]", "for size, value in linear.items()]",
+          TESTS + "same_state"),
     Fault("a reproduction's page says agreement where the record disagrees", HERE + "common.py",
           "if claim.holds is False]", "if claim.holds is None]", TESTS + "disagreement"),
     Fault("a resumed reproduction trains with other steps", HERE + "training.py",

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fast_attention import catalogue
-from fast_attention.lab import advice, command_line
+from fast_attention.lab import advice, command_line, compare, timing
+from fast_attention.lab.accuracy import Scene
 from fast_attention.lab.advice import ORDER, Advised, Question, answer, ranked
+from fast_attention.lab.capture import Gaussian
 from fast_attention.lab.comparison import Comparison, Error
+from fast_attention.lab.measure import Competitor, Passes, Setting
 from fast_attention.lab.records import EXACT, Cell
+from fast_attention.lab.verdicts import LONG
 from tests.lab.reading_pages import assert_one_file, values
 from tests.lab.small_models import WORDS, saved
 
@@ -74,6 +80,9 @@ def test_the_limits(ratio: float, error: float, kind: str) -> None:
     found = record({"FavorPlus()": ratio}, {"FavorPlus()": error})
     rows = {row.mechanism: row.kind for row in ranked(found, parsed("FavorPlus"), Question(512, 0.1))}
     assert rows["FavorPlus()"] == kind
+    found.cells[1].forward_low, found.cells[1].forward_high = 0.4, 1.1
+    (row,) = (row for row in ranked(found, parsed("FavorPlus"), Question(512, 0.1)) if row.mechanism != EXACT)
+    assert row.kind == ("inexact" if kind == "inexact" else "slower"), "rounds on both sides of exact attention's time"
 
 
 def test_keep_exact_attention_where_nothing_accurate_is_faster() -> None:
@@ -157,7 +166,12 @@ def test_advice_for_a_causal_model(tmp_path: Path, capsys: pytest.CaptureFixture
     last = record.ranking[-1]
     assert (last.mechanism, last.kind) == ("Linformer(rank=4)", "cannot")
     assert last.note.startswith("refused")
-    for words in ("At 64 tokens", "Linformer(rank=4)", "backward, 2 x 4 heads of width 8, causal", "traits.causal is"):
+    for words in (
+        "at 64 tokens is no reference",
+        "Linformer(rank=4)",
+        "backward, 2 x 4 heads of width 8, causal",
+        "traits.causal is",
+    ):
         assert words in shown, words
     assert command_line.run([*asked, "--no-causal"]) == 2
     assert "the model is a decoder" in capsys.readouterr().err
@@ -165,20 +179,148 @@ def test_advice_for_a_causal_model(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_no_time_is_no_verdict() -> None:
     """What was not timed may be faster and exact: nothing is said of it."""
-    timed = Cell(EXACT, 512, "measured", forward_ms=1.0, forward_ratio=1.0)
-    found, question = Comparison({}, [timed, Cell("Local()", 512, "over budget", "late")]), Question(512, 0.1)
-    assert answer(ranked(found, parsed("Local"), question), question) == [
-        "At 512 tokens nothing but exact attention was timed: more --seconds may change that."
-    ]
-    found.cells.append(Cell("LSH()", 512, "measured", forward_ms=2.0, forward_ratio=2.0))
-    found.errors.append(Error("LSH()", 512, "Softmax", [[0.5]]))
-    said = answer(ranked(found, parsed("Local", "LSH"), question), question)
-    assert said[-1] == "Not timed, for lack of --seconds: 1 more."
-    assert said[0].startswith("At 512 tokens keep exact attention: of the 1 timed, nothing ")
+    late, question = Cell("Local()", 512, "over budget", "late"), Question(512, 0.1)
+    found = record({"BlockLocal()": 0.5}, {"BlockLocal()": 0.09})
+    found.cells.append(late)
+    both = parsed("BlockLocal", "Local")
+    for known in ([], [[0.1]]):
+        found.errors[1:] = [Error("Local()", 512, "Softmax", known, note="" if known else "over budget: late")]
+        rows = ranked(found, both, question)
+        assert [row.kind for row in rows] == ["use", "exact", "open"]
+        assert answer(rows, question, 250) == [
+            "At 512 tokens undecided: give --seconds 250.",
+            "May be the answer, and not measured yet: Local().",
+            "So far BlockLocal() is best: 2 times as fast as exact attention, median error 9 %.",
+        ]
+    late.status, late.forward_ratio, found.errors[1] = (
+        "measured",
+        0.5,
+        Error("Local()", 512, "Softmax", note="over budget"),
+    )
+    assert [row.kind for row in ranked(found, both, question)] == ["use", "exact", "open"], "fast, of unknown error"
+    for changed in ({"status": "failed"}, {"status": "refused"}, {"status": "too large"}, {"forward_ratio": 2.0}):
+        vars(late).update({"status": "over budget", "forward_ratio": None} | changed)
+        assert ranked(found, both, question)[-1].kind in ("cannot", "unknown"), "no time would help"
+    late.status, late.forward_ratio, found.errors[1] = "over budget", None, Error("Local()", 512, "Softmax", [[0.11]])
+    said = answer(ranked(found, [*both, *parsed("AFTSimple")], question), question)
+    assert said[0].startswith("At 512 tokens use BlockLocal()"), "the other is too inexact"
+    assert said[-1] == "Not timed, for lack of --seconds: 2 more, which are no estimates of exact attention."
+
+
+class Machine:
+    """Time that passes only where something is measured: so many seconds an error, a pass of each mechanism."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, error: float, passes: dict[str, float], reading: float = 0.0) -> None:
+        self.now, self.order = 0.0, list[str]()
+        source = Gaussian(2, 8)
+        layers = source.layers(8)
+
+        def read(length: int) -> Any:
+            self.now += reading
+            return layers
+
+        def errors(scene: Scene, mechanism: Any) -> Error:
+            self.now += error
+            self.order.append(f"error of {mechanism!r}")
+            return Error(repr(mechanism), 8, "Softmax", [[0.05]])
+
+        def competitors(mechanisms: list[Any]) -> list[Competitor]:
+            def make(name: str) -> Passes:
+                self.order.append(name)
+
+                def run() -> None:
+                    self.now += passes.get(name, 1.0)
+
+                return Passes(run, run)
+
+            names = [EXACT, *map(repr, mechanisms)]
+            return [Competitor(name, EXACT, lambda *_, name=name: make(name), 1.0) for name in names]
+
+        def counted(run: Any, device: Any) -> tuple[int, int]:
+            run()
+            return 0, 0
+
+        patch.setattr("time.perf_counter", lambda: self.now)
+        patch.setattr(source, "layers", read)
+        patch.setattr(Scene, "error", errors)
+        patch.setattr(compare, "against_exact", competitors)
+        patch.setattr(timing, "counted", counted)
+        self.source = source
+
+    def advice(self, mechanisms: list[Any], seconds: float) -> Advised:
+        """What ``advise`` makes of it."""
+        found = Advised({"length": 8, "budget": 0.1, "pass": "forward"})
+        setting = Setting(2, 8, torch.device("cpu"), torch.float32, False, False, 0)
+        compare.compare(compare.Plan(self.source, mechanisms, [8], setting, seconds), found)
+        found.answer(mechanisms)
+        return found
+
+
+SLOW = {EXACT: 2.0, "BlockLocal()": 0.5, "Favor()": 3.0, "AFTSimple()": 0.1}
+
+
+@pytest.mark.parametrize(("error", "seconds", "reading"), [(0.1, 20, 0), (5.0, 20, 1), (1.0, 40, 3), (0.0, 5, 0)])
+def test_candidates_come_in_order_of_promise_and_none_is_passed_over(
+    error: float, seconds: float, reading: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the time is too short for one that may be the answer, none is given, but a time that will do."""
+    chosen = parsed("AFTSimple", "Favor", "FavorPlus", "Nystrom", "Local", "BlockLocal", "BigBird", "Linformer")
+    machine = Machine(monkeypatch, error, SLOW, reading)
+    found = machine.advice(chosen, seconds)
+    assert found.advice["use"] is None
+    more = re.fullmatch(r"At 8 tokens undecided: give --seconds (\d+)\.", found.advice["words"][0])
+    assert more, found.advice["words"]
+    again = Machine(monkeypatch, error, SLOW, reading)
+    found = again.advice(chosen, int(more[1]))
+    assert found.advice["words"][0].startswith("At 8 tokens use BlockLocal(): 4 times as fast")
+    assert found.advice["use"] == "BlockLocal()"
+    promise = ["BigBird()", "BlockLocal()", "Local()", "Nystrom()", "FavorPlus()", "Favor()"]
+    assert again.order[:6] == [f"error of {name}" for name in promise], (
+        "what records say is close, whatever the catalogue"
+    )
+    assert again.order[6] == EXACT
+    assert {*again.order[7:13]} == {*promise}, "before what cannot be the answer"
+    assert again.order[13:15] in ([], ["Linformer()"], ["Linformer()", "AFTSimple()"]), "then what may be trained"
+
+
+def test_beyond_its_positions_a_model_is_told_the_decision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exact attention at extended positions is no reference, and no verdict is given on it."""
+    (tmp_path / "words.txt").write_text(WORDS)
+    place = str(saved(tmp_path / "model", "BertModel"))
+    asked = ["advise", place, "--threads", "1", "--seconds", "20", "--text", "words.txt", "--mechanisms", "BlockLocal"]
+    assert command_line.run([*asked, "--length", "64"]) == 0
+    found = Advised.read(Path("out/advise/advice.json"))
+    assert found.advice["use"] == "chunks of 48 tokens"
+    first, *decision = found.advice["words"]
+    assert first.startswith("Exact attention at 64 tokens is no reference: learned positions extended from 48 tokens")
+    assert decision == [*LONG]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.index(first) < shown.index(LONG[0]) < shown.index(advice.BESIDE)
+    assert "keep exact attention" not in shown
+    assert command_line.run([*asked, "--length", "48"]) == 0
+    assert not any(words in capsys.readouterr().out for words in ("no reference", LONG[0][:40]))
+
+
+def test_a_row_has_the_error_and_the_speed_of_one_length() -> None:
+    """An error at fewer tokens stands in words that name them, not in the column beside a speed at more."""
+    found = Advised({"length": 2048, "budget": 0.1, "pass": "forward"}, *_cells_and_errors())
+    found.answer(parsed("Local(window=2)", "FavorPlus", "BlockLocal"))
+    rows = {row[0]: row for row, _ in advice.ranking(found).values}
+    shown = {row[0].text: (row[2].text, row[6].text) for row in rows.values()}
+    assert shown["BlockLocal()"] == ("30 % / 30 %", "median error beyond 10 %")
+    assert shown["Local(window=2)"][0] == shown["FavorPlus()"][0] == "-"
+    assert shown["Local(window=2)"][1].endswith("its error is known at 512 tokens only: 5 %")
+    assert shown["FavorPlus()"][1] == "median error beyond 10 %, 60 % at 512 tokens"
+
+
+def _cells_and_errors() -> tuple[list[Cell], list[Error]]:
+    made = record({"Local(window=2)": 0.5, "FavorPlus()": 0.5, "BlockLocal()": 0.5}, {"Local(window=2)": 0.05}, 2048)
+    more = [Error("FavorPlus()", 512, "Softmax", [[0.6]]), Error("BlockLocal()", 2048, "Softmax", [[0.3]])]
+    return made.cells, [*made.errors, *more]
 
 
 def test_what_was_late_is_one_line() -> None:
-    chosen = parsed("LogAttention", "FavorPlus", "Linformer")
+    chosen = parsed("LogAttention", "AFTSimple", "Linformer")
     late = Advised({}, [Cell(repr(each), 16, "over budget", "late") for each in chosen])
     late.ranking = ranked(late, chosen, Question(16, 0.1))
     assert advice.unranked(late) == {"Not measured": [(", ".join(map(repr, chosen)), "over budget: late")]}

@@ -301,7 +301,28 @@ def test_where_positions_cannot_be_extended_the_page_says_so(tmp_path: Path) -> 
     assert {error.length for error in record.errors} == {16, 48}
     assert record.length == 16, "the greatest at which both are known"
     assert source.extension.split(":")[1][:40] in report.html(record)
-    assert verdicts.answer(record)[0].endswith(" at 16 tokens.")
+    first, *decision, answer, _, _ = verdicts.answer(record)
+    assert first.startswith("Exact attention at 64 tokens is no reference: nothing longer was read: ")
+    assert decision == [*verdicts.LONG]
+    assert answer.endswith(" at 16 tokens.")
+
+
+def test_beyond_a_models_positions_the_decision_comes_first() -> None:
+    """Exact attention at extended positions is no reference: nothing is an answer there, however close to it."""
+    record = made_up({128: 4.0, 256: 2.0, 512: 0.5, 1024: 0.1}, error=0.01)
+    extension = "learned positions extended from 256 tokens (copy), untrained"
+    record.meta |= {"context": 256, "extension": extension}
+    first, *decision, answer, train, _ = verdicts.answer(record)
+    assert first == f"Exact attention at 512 and 1,024 tokens is no reference: {extension}."
+    assert decision == [*verdicts.LONG]
+    assert answer.startswith("No, nothing is better than exact attention here")
+    assert answer.endswith(", at 128 and 256 tokens.")
+    assert train == "To be trained first: nothing that was timed is more than 10 % faster."
+    record.meta["context"] = 64
+    assert len(verdicts.answer(record)) == 1 + len(verdicts.LONG)
+    for reads_all in (None, 1024):
+        record.meta["context"] = reads_all
+        assert verdicts.answer(record)[0].startswith("Yes, Local(), 10 times as fast at 1,024 tokens")
 
 
 def test_the_time_goes_to_the_first_and_what_is_left_out_says_why() -> None:
@@ -312,15 +333,15 @@ def test_the_time_goes_to_the_first_and_what_is_left_out_says_why() -> None:
     everybody = measure.against_exact(of.mechanisms)
     assert timing.predicted(record.cells, "FavorPlus()", 1.0, 64) == (pytest.approx(0.8), 0.0)
     group = timing.TimingGroup(of.setting, everybody, record, 64, 1.0, lambda what: None)
-    reasons = [group.too_much(each) for each in everybody[1:]]
+    reasons = [group.too_late(each) for each in everybody[1:]]
     assert reasons == ["about 0.8 s a pass: those before it fill the 1 s for this length", "", ""]
     group.runners[EXACT], group.estimates[EXACT] = measure.exact(of.setting, of.setting.tensors(8)), [0.2, 0.1]
-    assert "about 0.1 s a pass" in group.too_much(everybody[2]), "three rounds are promised to what was added"
+    assert "about 0.1 s a pass" in group.too_late(everybody[2]), "three rounds are promised to what was added"
     record.cells[1].training_bytes = 2**40
-    assert "GiB, more than half of the free memory" in group.too_much(everybody[2])
+    assert "GiB, more than half of the free memory" in group.too_large(everybody[2])
     late = timing.TimingGroup(of.setting, everybody, record, 32, 1.0, lambda what: None)
     late.started -= 10
-    assert "those before it fill the 1 s" in late.too_much(everybody[3]), "though nothing is known of it"
+    assert "those before it fill the 1 s" in late.too_late(everybody[3]), "though nothing is known of it"
     group = timing.TimingGroup(of.setting, everybody[:1], record_of(of), 16, 5.0, lambda what: None)
     group.run()
     assert [cell.status for cell in group.record.cells] == ["measured"]
@@ -462,6 +483,7 @@ def test_a_tenth_is_asked_for_in_time_and_a_bound_in_error() -> None:
 
 def test_what_was_not_timed_leaves_it_undecided_if_it_could_be_the_answer() -> None:
     record = made_up({128: 4.0, 256: 2.0}, error=0.05)
+    record.meta["would_do"] = 120
     first, *rest = verdicts.answer(record)
     assert first.startswith("Undecided whether anything is better")
     assert first.endswith("Local() may be, at 512 and 1,024 tokens, but not all of it was measured: give --budget 120.")
@@ -497,5 +519,27 @@ def test_error_against_speed_at_one_length() -> None:
     for i, (x, y, wide) in enumerate(boxes):
         assert 0 < x < x + wide < 7.6 * 72
         assert all(abs(y - b) > 7 or x + wide < a or a + w < x for a, b, w in boxes[:i])
+    assert ">allowed: 10 %</text>" in picture.svg
+    far = pictures.Tradeoff([point for point in found.points if point.error > 0.28], 1024)
+    assert ">allowed: 10 %, below this picture</text>" in pictures.scatter(far, 0.1).svg, "no half of it is empty"
+    assert ">10 %</text>" not in pictures.scatter(far, 0.1).svg
     record.cells = [cell for cell in record.cells if cell.length != 1024]
     assert pictures.tradeoff(record) is None
+
+
+def test_a_row_has_the_error_and_the_speed_of_one_length() -> None:
+    record = made_up({128: 4.0, 256: 2.0, 512: 0.5, 1024: 0.2}, error=0.3)
+    record.errors = [error for error in record.errors if error.length < 1024]
+    for error in record.errors:
+        error.output = [[error.length / 1000]]
+    table, every = report.table(record), report.every(record)
+    assert [head for head in table.heads if any(digit in head for digit in "125")] == [
+        "error at 512", "speed at 512", "memory at 512",
+    ]  # fmt: skip
+    shown = {values[0].text: [value.text for value in values] for values, _ in table.values}
+    assert shown["Local()"][1:4] == ["51 %", "2x", "from 512"]
+    rows = {(values[0].text, values[1].text): (values[2].text, values[3].text) for values, _ in every.values}
+    known = {length: rows["Local()", f"{length:,}"] for length in record.meta["lengths"]}
+    assert known == {128: ("13 %", "0.25x"), 256: ("26 %", "0.5x"), 512: ("51 %", "2x"), 1024: ("-", "5x")}
+    record.errors.clear()
+    assert "speed at 1,024" in report.table(record).heads, "where no error is known, the greatest that was timed"

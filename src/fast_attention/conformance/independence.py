@@ -32,9 +32,10 @@ def _changed(inputs: tuple[Tensor, ...], replaced: Tensor, factor: float, seed: 
 
 @law("the future never moves the past")
 def future(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
-    """The future never moves the past: later tokens are replaced by ones 6 and 60 times as large, from any token on.
+    """The future never moves the past: later tokens are replaced by ones 6, -6 and 60 times as large.
 
-    Of a long sequence from a few tokens on, for what runs at such lengths only, where the attention takes them.
+    They are so from any token on; of a long sequence from a few tokens on, for what runs at such lengths only, where
+    the attention takes them.
     """
     if not subject.causal:
         return unclaimed("not causal")
@@ -59,7 +60,7 @@ def _moves(
         after = subject.call(module, _changed(inputs, later, factor), True, None)
         for i, t in enumerate(starts):
             size = moved(_tokens(after[i], 0, t), _tokens(before[i], 0, t))
-            moves[f"tokens from {t} on of {length} made {factor:g} times as large"] = size
+            moves[f"tokens from {t} on of {length} replaced by ones {factor:g} times as large"] = size
     return moves
 
 
@@ -129,7 +130,7 @@ def padding(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
             after = _visible(subject.call(module, _changed(inputs, ~mask, factor), is_causal, mask), mask)
             size = moved(after, before)
             if size > worst:
-                worst, at = size, f"masked tokens made {factor:g} times as large, is_causal={is_causal}"
+                worst, at = size, f"masked tokens replaced by ones {factor:g} times as large, is_causal={is_causal}"
     return judged(worst, rounding(subject.dtype), at)
 
 

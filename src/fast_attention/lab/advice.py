@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from rich.text import Text
 
 from fast_attention.lab import pages, pictures, report, verdicts
+from fast_attention.lab.accuracy import measurable
 from fast_attention.lab.comparison import Comparison
 from fast_attention.lab.numbers import Number, bytes_of, count, factor, milliseconds, percent
 from fast_attention.lab.pages import Block, Figure, Folded, Listing, Section, Words
@@ -17,12 +18,16 @@ from fast_attention.lab.records import EXACT, Cell, Pass
 from fast_attention.lab.tables import Row as Line
 from fast_attention.lab.tables import Table, Value
 
-Kind = Literal["use", "exact", "unproven", "slower", "inexact", "unknown", "cannot"]
-ORDER: tuple[Kind, ...] = ("use", "exact", "unproven", "slower", "inexact", "unknown", "cannot")
+Kind = Literal["use", "exact", "unproven", "slower", "inexact", "open", "unknown", "cannot"]
+ORDER: tuple[Kind, ...] = ("use", "exact", "unproven", "slower", "inexact", "open", "unknown", "cannot")
 LATE = ("over budget", "not reached")  # begins the note of what might be timed in more time
 FASTER = 0.95  # of exact attention's time: what is nearer than that to a draw is no reason to give up exactness
 STAND_INS = "Gaussian stand-ins"
-UNRANKED = {"unknown": "No error is known of", "cannot": "Not measured"}
+UNRANKED = {
+    "open": "May be the answer, and was not measured for lack of --seconds", "unknown": "No error is known of",
+    "cannot": "Not measured",
+}  # fmt: skip
+BESIDE = "Beside exact attention with positions that the model was not trained with, which is no reference:"
 _POINTS = """Green is what nothing beats in both; the dotted line is the error that was allowed. What must be trained
 first, or was read at fewer tokens only, has no error to show."""
 
@@ -48,6 +53,7 @@ class Row:
     median_error: float | None = None
     worst_error: float | None = None
     error_length: int | None = None  # tokens at which the error was measured; fewer than asked where no more are read
+    # (the ranking then shows none: a row has the error and the speed of one length)
     cannot: tuple[str, ...] = ()
 
 
@@ -57,25 +63,39 @@ class Advised(Comparison):
 
     kind, noun, data, page = "advise", "advice", "advice.json", "advice.html"
 
-    advice: dict[str, Any] = field(default_factory=dict)  # what to "use", and the answer in "words"
+    advice: dict[str, Any] = field(default_factory=dict)  # what to "use" (None: undecided), and the answer in "words"
     ranking: list[Row] = field(default_factory=list)  # the best first
 
     def __post_init__(self) -> None:
         self.ranking = [replace(row, cannot=tuple(row.cannot)) for row in self.ranking]  # JSON knows lists only
 
     def answer(self, mechanisms: list[Any]) -> None:
-        """Rank the mechanisms by what was measured, and put that into words; exact attention may be what to use."""
+        """Rank the mechanisms by what was measured, and put that into words; exact attention may be what to use.
+
+        Beyond the model's own positions exact attention is no reference: the words are the decision for long texts.
+        """
         question = Question(self.meta["length"], self.meta["budget"], self.meta["pass"])
         self.ranking = ranked(self, mechanisms, question)
-        self.advice = {"use": self.ranking[0].mechanism, "words": answer(self.ranking, question)}
+        if self.far:
+            self.advice = {"use": f"chunks of {self.meta['context']:,} tokens", "words": self.far}
+        else:
+            is_open = any(row.kind == "open" for row in self.ranking)
+            words = answer(self.ranking, question, self.meta.get("would_do"))
+            self.advice = {"use": None if is_open else self.ranking[0].mechanism, "words": words}
+
+    @property
+    def far(self) -> list[str]:
+        """What to do where the length is beyond the model's own positions; else empty."""
+        return verdicts.beyond(self, [self.meta["length"]])
 
 
 def ranked(record: Comparison, mechanisms: list[Any], question: Question) -> list[Row]:
     """Exact attention and every mechanism, best first.
 
     Those within the budget and faster, the fastest first; exact attention; those that are faster, and within the budget
-    at fewer tokens than asked for, because the model reads no more; those within the budget that are no faster; those
-    beyond the budget, by their error; those of which no error is known; those that cannot do it or were not measured.
+    at fewer tokens than asked for, because no more were read; those within the budget that are no faster; those beyond
+    the budget, by their error; those that may be the answer and were not measured for lack of time; those of which no
+    error is known; those that cannot do it or were not measured.
     """
     exact = record.cell(EXACT, question.length) or Cell(EXACT, question.length)
     time, tokens = exact.times(question.which).ms, question.length
@@ -105,33 +125,52 @@ def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
         time, denied = cell.times(question.which).ms, tuple(verdicts.cannot(mechanism))
         return Row(name, kind, note, time, ratio, cell.peak_bytes, median, worst, tokens, denied)
 
+    is_late = cell.status in LATE if ratio is None else summary is None and ratio < verdicts.BETTER
+    may_be_close = summary[0] <= question.budget if summary else all(each.note.startswith(LATE) for each in errors)
+    if is_late and may_be_close and measurable(mechanism):
+        return row("open", f"{cell.status}: {cell.note}" if ratio is None else "its error was not measured")
     if ratio is None:
         return row("cannot", f"{cell.status}: {cell.note}" if cell.note else cell.status)
     if summary is None or error is None:
         notes = [each.note for each in errors if each.note] or ["its error was not measured"]
         return row("unknown", verdicts.kind(mechanism) if mechanism.traits.approximates is None else notes[0])
+    known = percent(summary[0])
     if not summary[0] <= question.budget:
-        return row("inexact", f"median error beyond {percent(question.budget)}")
-    speed = f"{verdicts.speed(ratio)} as exact attention"
-    if ratio >= FASTER:
+        at = "" if error.length == question.length else f", {known} at {error.length:,} tokens"
+        return row("inexact", f"median error beyond {percent(question.budget)}{at}")
+    is_even = verdicts.even(cell, question.which)  # a draw within the noise of the rounds
+    speed = f"{verdicts.speed(1.0 if is_even else ratio)} as exact attention"
+    if is_even or ratio >= FASTER:
         return row("slower", speed)
     if error.length < question.length:
-        return row("unproven", f"{speed}; its error is known at {error.length:,} tokens only")
+        return row("unproven", f"{speed}; its error is known at {error.length:,} tokens only: {known}")
     return row("use", speed)
 
 
-def answer(rows: list[Row], question: Question) -> list[str]:
-    """The answer in one to four sentences."""
+def answer(rows: list[Row], question: Question, would_do: int | None = None) -> list[str]:
+    """The answer in one to four sentences; no verdict while one that may be the answer was not measured.
+
+    Args:
+        rows: The ranking.
+        question: What was asked.
+        would_do: Seconds in which all that may be the answer can be measured.
+    """
     late = sum(row.kind == "cannot" and row.note.startswith(LATE) for row in rows)
-    if late and all(row.kind in ("exact", "cannot") for row in rows):
-        return [f"At {question.length:,} tokens nothing but exact attention was timed: more --seconds may change that."]
-    timed = sum(row.ratio is not None for row in rows) - 1
-    nothing = f"of the {timed} timed, nothing" if late else "nothing"
-    more = [f"Not timed, for lack of --seconds: {late} more."] if late else []
-    return [*_sentences(rows, question, nothing), *more]
+    more = [f"Not timed, for lack of --seconds: {late} more, which are no estimates of exact attention."] * bool(late)
+    if names := [row.mechanism for row in rows if row.kind == "open"]:
+        others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        enough = "more --seconds" if would_do is None else f"--seconds {would_do}"
+        best = rows[0]
+        so_far = [f"So far {best.mechanism} is best: {best.note}, median error {percent(best.median_error)}."]
+        return [
+            f"At {question.length:,} tokens undecided: give {enough}.",
+            f"May be the answer, and not measured yet: {', '.join(names[:3])}{others}.",
+            *so_far * (best.kind == "use"),
+        ]
+    return [*_sentences(rows, question), *more]
 
 
-def _sentences(rows: list[Row], question: Question, nothing: str) -> list[str]:
+def _sentences(rows: list[Row], question: Question) -> list[str]:
     """What the best rows of each kind say."""
     at, best, budget = f"At {question.length:,} tokens", rows[0], percent(question.budget)
     unknown = sum(row.kind == "unknown" and (row.ratio or math.inf) < FASTER for row in rows)
@@ -149,10 +188,10 @@ def _sentences(rows: list[Row], question: Question, nothing: str) -> list[str]:
         ]
     if near := first["slower"]:
         return [
-            f"{at} keep exact attention: {nothing} within a median error of {budget} is faster.",
+            f"{at} keep exact attention: nothing within a median error of {budget} is faster.",
             f"The nearest, {near.mechanism}, is {near.note}; fast-attention compare measures greater lengths.",
         ]
-    keep = [f"{at} keep exact attention: {nothing} that needs no training stays within a median error of {budget}."]
+    keep = [f"{at} keep exact attention: nothing that needs no training stays within a median error of {budget}."]
     if nearest := first["inexact"]:
         keep.append(
             f"The nearest, {nearest.mechanism}, has {percent(nearest.median_error)} and is "
@@ -166,7 +205,7 @@ def ranking(record: Advised) -> Table:
     lines = []
     for number, row in enumerate((row for row in record.ranking if row.kind not in UNRANKED), 1):
         error: str = "-"
-        if row.median_error is not None:
+        if row.median_error is not None and row.error_length == record.meta["length"]:
             both = f"{percent(row.median_error)} / {percent(row.worst_error)}"
             error = Number("0" if row.kind == "exact" else both, row.median_error)
         measured = [error, milliseconds(row.milliseconds), factor(row.ratio), bytes_of(row.peak_bytes)]
@@ -207,7 +246,7 @@ def shown(record: Advised) -> list[Table | Text | str]:
     parts: list[Table | Text | str] = [
         Text(words, style="" if number else "bold") for number, words in enumerate(record.advice["words"])
     ]
-    parts += ["", ranking(record)]
+    parts += ["", *[BESIDE] * bool(record.far), ranking(record)]
     for title, lines in unranked(record).items():
         parts += ["", f"{title}:", *(f"  {name}: {why}" for name, why in lines)]
     return [*parts, Text("\n" + "\n".join(measured(record)), style="dim")]
@@ -222,9 +261,9 @@ def html(record: Advised) -> str:
     }
     sections = [
         Section("Advice", [*(Words(each, "lead") for each in record.advice["words"]), *_points(record)]),
-        Section("Ranking", [ranking(record)]),
+        Section("Ranking", [*[Words(BESIDE)] * bool(record.far), ranking(record)]),
         *(Section(title, [Listing(lines)]) for title, lines in unranked(record).items()),
-        Section("Times and memory", [Folded("Every time and peak", report.every(record))]),
+        Section("Times and memory", [Folded("Every error, time and peak", report.every(record))]),
         pages.run(meta, facts),
         pages.again(meta, record.data),
     ]

@@ -37,6 +37,7 @@ class Gaussian:
 
     scales = (0.5, 1.0, 2.0)
     context: int | None = None
+    own_context: int | None = None
     extension = ""
     is_causal = False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +29,11 @@ FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
 LONGEST_ERROR = 8192  # tokens: exact attention in float64 takes seconds for each layer there, and four times at twice
 FOR_ERRORS = 0.4  # fraction of the budget
 LENGTHS = (256, 1024, 4096)
+MARGIN = 1.25  # over the seconds that are estimated to do
+PROMISING = (  # faster than exact attention at 4,096 tokens, the closest untrained first, as records have it
+    "BigBird", "Selected", "BlockLocal", "Local", "Hybrid", "ByLength", "Nystrom", "FavorPlusPlus", "FavorPlus",
+    "Favor",
+)  # fmt: skip
 
 
 def compare_command(
@@ -64,7 +71,7 @@ def compare_command(
     source = sources.source(model, text, seed, min(max(sizes), LONGEST_ERROR))
     is_causal = source.is_causal if causal is None else causal
     setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
-    plan = Plan(source, chosen, sizes, setting, budget)
+    plan = Plan(source, chosen, sizes, setting, budget, asked)
     meta = begun(
         where, source=source.title, heads=source.heads, head_dim=source.head_dim, lengths=sizes, causal=is_causal,
         backward=backward, dtype=dtype, seed=seed, asked=asked, budget=budget,
@@ -92,6 +99,7 @@ class Plan(NamedTuple):
     lengths: list[int]
     setting: Setting
     budget: float  # seconds
+    asked: float = 0.1  # the largest median error
 
     @property
     def steps(self) -> int:
@@ -119,51 +127,81 @@ def compare(
         save: Called after the errors and after every length.
     """
     began = time.perf_counter()
-    _errors(plan, record, watch, began + FOR_ERRORS * plan.budget)
+    record.meta["context"] = plan.source.own_context
+    enough = _errors(plan, record, watch, began + FOR_ERRORS * plan.budget)
+    for_errors = time.perf_counter() - began
     save()
-    errors = {(error.mechanism, error.length): error.summary() for error in record.errors}
-
-    def promise(mechanism: Any) -> tuple[float, float]:
-        """The order of timing, for the time may end: what estimates exact attention, the most accurate first."""
-        known = [errors.get((repr(mechanism), length)) for length in reversed(plan.error_lengths)]
-        if any(known):
-            return 0, next(summary[0] for summary in known if summary)
-        return 1 if measurable(mechanism) else 2 if verdicts.learns(mechanism) else 3, mechanism.traits.order
-
-    competitors = against_exact(sorted(plan.mechanisms, key=promise))
+    by_promise = sorted(plan.mechanisms, key=functools.partial(promise, plan, record))
+    competitors = against_exact(by_promise)
     for length, seconds in _shares(plan.lengths, began + plan.budget):
-        TimingGroup(plan.setting, competitors, record, length, seconds, watch).run()
+        group = TimingGroup(plan.setting, competitors, record, length, seconds, watch)
+        group.run()
+        if late := verdicts.undecided(record, length, plan.asked):
+            enough = max(enough, for_errors + group.enough(late) / _fraction(plan.lengths, length))
         record.meta["seconds"] = round(time.perf_counter() - began, 1)
         save()
+    record.meta["would_do"] = 10 * math.ceil(max(MARGIN * enough, 2 * plan.budget) / 10)
+
+
+def promise(plan: Plan, record: Comparison, mechanism: Any) -> tuple[float, float]:
+    """The order of measuring, for the time may end: first what may be the answer, then what must be trained.
+
+    What estimates exact attention closely enough goes first, the closest before others; then what may, as records say;
+    then what is known to be too far from it.
+    """
+    name = type(mechanism).__name__
+    known = [record.error(repr(mechanism), length) for length in reversed(plan.error_lengths)]
+    summary = next((error.summary() for error in known if error), None)
+    if summary:
+        return (0 if summary[0] <= plan.asked else 2), summary[0]
+    if measurable(mechanism):
+        return 1, PROMISING.index(name) if name in PROMISING else len(PROMISING)
+    return 3 if verdicts.learns(mechanism) else 4, mechanism.traits.order
 
 
 def _shares(lengths: list[int], until: float) -> Iterator[tuple[int, float]]:
     """Every length with the seconds for it, of those that are left until a time, at least one."""
     for number, length in enumerate(lengths):
-        share = (length + FIXED) / sum(later + FIXED for later in lengths[number:])
+        share = _fraction(lengths[number:], length)
         yield length, max(share * (until - time.perf_counter()), 1.0)
 
 
-def _errors(plan: Plan, record: Comparison, watch: Callable[[str], None], until: float) -> None:
-    """Errors at every length the model can read; what the time does not allow says so."""
+def _fraction(lengths: list[int], length: int) -> float:
+    return (length + FIXED) / sum(each + FIXED for each in lengths)
+
+
+def _errors(plan: Plan, record: Comparison, watch: Callable[[str], None], until: float) -> float:
+    """Errors at every length the model can read; what the time does not allow says so.
+
+    Returns:
+        Seconds for the whole comparison that would have been enough for all of them; 0 where these were.
+    """
     read: dict[int, str] = {}
+    enough = 0.0
     record.meta["error_tensors"] = read
     if plan.source.extension:
         record.meta["extension"] = plan.source.extension
     for length, seconds in _shares(plan.error_lengths, until):
-        end = time.perf_counter() + seconds
+        began, taken, late = time.perf_counter(), [0.0], 0
         layers, what = plan.source.layers(length)
         scene = Scene(layers, plan.setting)
         if scene.length in read:  # the text is shorter than both lengths
             continue
         read[scene.length] = what
-        for mechanism in filter(measurable, sorted(plan.mechanisms, key=lambda each: each.traits.random)):
+        for mechanism in filter(measurable, sorted(plan.mechanisms, key=functools.partial(promise, plan, record))):
             watch(f"error at {scene.length:,} tokens: {mechanism!r}")
-            if time.perf_counter() < end:
+            if (start := time.perf_counter()) < began + seconds:
                 record.errors.append(scene.error(mechanism))
+                taken.append(time.perf_counter() - start)
             else:
+                late += 1
                 note = "over budget: the time for errors was spent"
                 record.errors.append(Error(repr(mechanism), scene.length, mechanism.traits.approximates, note=note))
+        if late:
+            usual = max(taken[2:] or taken)  # the first computes exact attention, too
+            spent = time.perf_counter() - began + late * usual
+            enough = max(enough, spent / (FOR_ERRORS * _fraction(plan.error_lengths, length)))
+    return enough
 
 
 def finish(plan: Plan, record: Comparison, status: str) -> None:

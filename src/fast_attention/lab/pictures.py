@@ -73,7 +73,10 @@ def scatter(tradeoff: Tradeoff, allowed: float | None = None) -> Picture:
         axes = figure.subplots()
         axes.set(xscale="log", yscale="log", ylabel="error of the median head")
         axes.set_xlabel("speed (exact attention: 1x, the line)")
-        speeds, errors = [1.0, *(p.speed for p in shown)], [*(p.height for p in shown), *([allowed] if allowed else [])]
+        nearest = min(p.height for p in shown)
+        is_far = allowed is not None and allowed < nearest / 2  # the line would leave half of the picture empty
+        speeds, errors = [1.0, *(p.speed for p in shown)], [p.height for p in shown]
+        errors += [allowed] if allowed and not is_far else []
         axes.set(xlim=(min(speeds) / 1.3, max(speeds) * 1.6), ylim=(max(min(errors), FLOOR) / 1.5, max(errors) * 1.6))
         (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
         ticks = [tick for tick in TICKS if left < tick < right]
@@ -84,7 +87,9 @@ def scatter(tradeoff: Tradeoff, allowed: float | None = None) -> Picture:
         axes.grid()
         axes.axvline(1.0, color=INK, linewidth=0.8)
         names = [("exact attention", 1.0, 1.25 * low, INK)]
-        if allowed:
+        if allowed and is_far:
+            names.append((f"allowed: {percent(allowed)}, below this picture", right, 1.15 * low, COLOURS[1]))
+        elif allowed:
             axes.axhline(allowed, color=COLOURS[1], linewidth=0.9, linestyle=":")
             names.append((f"allowed: {percent(allowed)}", right, 1.15 * allowed, COLOURS[1]))
         for point in sorted(shown, key=lambda point: (point not in best, point.error)):

@@ -16,7 +16,7 @@ from fast_attention.lab.refusals import InputError
 from fast_attention.lab.surroundings import load_average, timestamp
 
 FORMAT = 2  # of all records; those of format 1 hold no checksum, and some no schema
-Status = Literal["measured", "over budget", "refused", "failed", "not reached"]
+Status = Literal["measured", "over budget", "too large", "refused", "failed", "not reached"]
 Pass = Literal["forward", "training"]
 PASSES: tuple[Pass, ...] = ("forward", "training")
 EXACT = "exact attention"

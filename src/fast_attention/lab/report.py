@@ -13,12 +13,12 @@ from fast_attention.lab.pages import Figure, Folded, Listing, Section, Words
 from fast_attention.lab.records import EXACT, PASSES, Cell
 from fast_attention.lab.tables import Row, Table, Value
 
-_READING = """What estimates exact attention stands first, then what must be trained, then other functions; the fastest
-first. Speed is exact attention's time divided by the mechanism's, forward pass, median over interleaved rounds, and
-below it the middle half of the rounds: green is faster, red slower, grey about equal, within noise. Errors are relative
-RMS against exact attention on the model's own tensors, of the median head and of the worst. "Pairs read" are the
-visible pairs of a query and a key that it weighs: where nearly all are read, a small error says little. A mixer has
-no queries and keys: it is timed on whole tokens of the same width."""
+_READING = """A row is of one length. What estimates exact attention stands first, then what must be trained, then
+other functions; the fastest first. Speed is exact attention's time divided by the mechanism's, forward pass, median
+over interleaved rounds, and below it the middle half of the rounds: green is faster, red slower, grey about equal,
+within noise. Errors are relative RMS against exact attention on the model's own tensors, of the median head and of
+the worst. "Pairs read" are the visible pairs of a query and a key that it weighs: where nearly all are read, a small
+error says little. A mixer has no queries and keys: it is timed on whole tokens of the same width."""
 _CAPTION = """a forward pass: right is faster, down is more exact, green is what nothing beats in both. What must be
 trained first has no error to show."""
 
@@ -36,16 +36,19 @@ def html(record: Comparison) -> str:
     }
     lead = [Words(words, "lead") for words in verdicts.answer(record)]
     points = pictures.tradeoff(record)
+    no_reference = points is not None and verdicts.beyond(record, [points.length])
+    caption = _CAPTION + " Exact attention is no reference at this length: see above." * bool(no_reference)
     figure = [] if points is None else [
         Figure(
-            pictures.scatter(points, meta.get("asked")), f"Error against speed at {points.length:,} tokens, {_CAPTION}",
+            pictures.scatter(points, meta.get("asked")), f"Error against speed at {points.length:,} tokens, {caption}",
             "small",
         )
     ]  # fmt: skip
     sections = [
         Section("Error against speed", figure),
         Section(
-            "Error, speed and memory", [table(record), Words(_READING), Folded("Every time and peak", every(record))]
+            "Error, speed and memory",
+            [table(record), Words(_READING), Folded("Every error, time and peak, at every length", every(record))],
         ),
         Section("Not measured", [Listing(notes)] if (notes := missing(record)) else []),
         pages.run(meta, facts),
@@ -74,25 +77,29 @@ def order(record: Comparison) -> list[str]:
 
 
 def table(record: Comparison) -> Table:
-    """Error, speed and memory of all, for the terminal and the page."""
-    lengths, last = sorted(record.meta["lengths"], reverse=True), max(record.meta["lengths"])
-    at = f" at {record.length:,}" if record.length else ""
+    """Error, speed and memory of all at one length, for the terminal and the page; and from which length it is faster.
+
+    That length is the greatest at which error and speed are known, or else the greatest that was timed.
+    """
+    timed = record.ratios(EXACT)
+    at = record.length if record.length in timed else max(timed or record.meta["lengths"])
+    assert at is not None
     passes = PASSES if record.meta["backward"] else PASSES[:1]
     rows = []
     for name in order(record):
-        cells = [record.cell(name, length) or Cell(name, length) for length in lengths]
+        cell = record.cell(name, at) or Cell(name, at)
         wins = ["" if name == EXACT else verdicts.wins(record, name, which) for which in passes]
-        error, worst, pairs = _error(record, name)
-        row = [name, error, *map(_speed, cells), *wins, worst, pairs, bytes_of(cells[0].peak_bytes)]
+        error, worst, pairs = _error(record, name, at)
+        row = [name, error, _speed(cell), *wins, worst, pairs, bytes_of(cell.peak_bytes)]
         rows.append(Row(row, "exact" if name == EXACT else ""))
-    faster, speeds = ["faster", "faster in training"][: len(passes)], [f"speed at {length:,}" for length in lengths]
-    heads = ["mechanism", f"error{at}", *speeds, *faster, "worst head", "pairs read", f"memory at {last:,}"]
-    return Table(heads, rows, left=[2 + len(lengths) + number for number in range(len(passes))])
+    faster = ["faster", "faster in training"][: len(passes)]
+    heads = ["mechanism", f"error at {at:,}", f"speed at {at:,}", *faster, "worst head", "pairs read"]
+    return Table([*heads, f"memory at {at:,}"], rows, left=[3 + number for number in range(len(passes))])
 
 
-def _error(record: Comparison, name: str) -> list[Value]:
+def _error(record: Comparison, name: str, length: int) -> list[Value]:
     """The cells of an error, and of the pairs that are read."""
-    error = record.error(name)
+    error = record.error(name, length)
     summary = error.summary() if error else None
     if error is None or summary is None:
         return [Value(_unmeasured(name), "none"), Value("-"), Value("-")]
@@ -119,13 +126,16 @@ def _speed(cell: Cell) -> Value:
 
 
 def every(record: Comparison) -> Table:
-    """All times and peaks: a row for a mechanism and a length."""
-    heads = ["mechanism", "tokens", "forward", "forward and backward", "peak memory", "rounds"]
+    """All errors, times and peaks: a row for a mechanism and a length."""
+    heads = ["mechanism", "tokens", "error", "speed", "forward", "forward and backward", "peak memory", "rounds"]
     cells = [cell for name in order(record) for cell in record.cells if cell.mechanism == name]
     rows = []
     for cell in (cell for cell in cells if cell.status == "measured"):
         spent = [milliseconds(cell.times(which).ms) for which in PASSES]
-        rows.append([cell.mechanism, count(cell.length), *spent, bytes_of(cell.peak_bytes), count(cell.rounds)])
+        error = record.error(cell.mechanism, cell.length)
+        summary = error.summary() if error else None
+        known = [percent(summary[0] if summary else None), factor(cell.forward_ratio)]
+        rows.append([cell.mechanism, count(cell.length), *known, *spent, bytes_of(cell.peak_bytes), count(cell.rounds)])
     return Table(heads, rows)
 
 
@@ -135,6 +145,4 @@ def _warnings(meta: dict[str, Any]) -> list[Words]:
     if load > meta["cores"] + 0.5:
         busy = f"The machine was busy with other work (load {load} on {meta['cores']} cores): times are uncertain."
         warnings.append(Words(busy, "warn"))
-    if extension := meta.get("extension"):
-        warnings.append(Words(f"Beyond the model's own context: {extension}."))
     return warnings

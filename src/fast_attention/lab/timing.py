@@ -40,9 +40,10 @@ class TimingGroup:
     length: int
     seconds: float
     watch: Callable[[str], None]
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=lambda: time.perf_counter())
     runners: dict[str, Passes] = field(default_factory=dict)
     estimates: dict[str, list[float]] = field(default_factory=dict)  # seconds of one call of each pass
+    added: float = 0.0  # seconds until the last was added
 
     def run(self) -> None:
         """Measure all competitors."""
@@ -50,25 +51,32 @@ class TimingGroup:
             self.watch(f"{self.length:,} tokens: {competitor.name}")
             cell = Cell(competitor.name, self.length)
             self.record.cells.append(cell)
-            reason = "" if competitor.name == competitor.reference else self.too_much(competitor)
-            if reason:
-                cell.status, cell.note = "over budget", reason
+            is_baseline = competitor.name == competitor.reference
+            if large := "" if is_baseline else self.too_large(competitor):
+                cell.status, cell.note = "too large", large
+            elif late := "" if is_baseline else self.too_late(competitor):
+                cell.status, cell.note = "over budget", late
             else:
                 self.add(competitor, cell)
+        self.added = self.spent
         self.rounds()
         self.runners.clear()
         gc.collect()
 
-    def too_much(self, competitor: Competitor) -> str:
-        """Why a competitor is left out, or nothing.
-
-        Time and memory are predicted from the greatest length before. What is not known yet is tried, if time is left.
-        """
-        seconds, size = predicted(self.record.cells, competitor.name, competitor.order, self.length)
+    def too_large(self, competitor: Competitor) -> str:
+        """Why a competitor's memory does not suffice, or nothing: predicted from the greatest length before."""
+        _, size = predicted(self.record.cells, competitor.name, competitor.order, self.length)
         if size > measure.memory_at_hand(self.setting.device) / 2:
             return f"it would take about {size / 2**30:.1f} GiB, more than half of the free memory"
-        promised = FEWEST_ROUNDS * sum(map(self.cost, self.runners))  # for the rounds of those that were added
-        if self.spent + promised + PASSES * seconds > self.seconds:
+        return ""
+
+    def too_late(self, competitor: Competitor) -> str:
+        """Why the time left does not suffice, or nothing: predicted as memory is.
+
+        What is not known yet is tried, if time is left.
+        """
+        seconds, _ = predicted(self.record.cells, competitor.name, competitor.order, self.length)
+        if self.spent + self.promised + PASSES * seconds > self.seconds:
             pass_takes = f"about {seconds:.1f} s a pass: " if seconds else ""
             return f"{pass_takes}those before it fill the {self.seconds:.0f} s for this length"
         return ""
@@ -77,6 +85,18 @@ class TimingGroup:
     def spent(self) -> float:
         """Seconds since this group began."""
         return time.perf_counter() - self.started
+
+    @property
+    def promised(self) -> float:
+        """Seconds of the fewest rounds of those that were added."""
+        return FEWEST_ROUNDS * sum(map(self.cost, self.runners))
+
+    def enough(self, names: Sequence[str]) -> float:
+        """Seconds that would have let in these competitors too: each as slow as the slowest that is known."""
+        known = [sum(seconds) for seconds in self.estimates.values()]
+        known += [predicted(self.record.cells, each.name, each.order, self.length)[0] for each in self.competitors]
+        rounds = FEWEST_ROUNDS * sum(map(self.cost, self.estimates))
+        return self.added + rounds + len(names) * PASSES * max(known, default=0.0)
 
     def cost(self, name: str) -> float:
         """Seconds that a competitor takes for its part of a round."""

@@ -15,6 +15,12 @@ from fast_attention.mechanism import Mixer
 NOISE = 0.05
 BETTER = 1 / 1.1  # of exact attention's time: more than 10 % faster
 ASKED = 0.1  # median relative error, where no other is asked for
+LONG = (  # the decision for texts beyond a model's positions, which docs/build.py repeats in README and docs
+    "Read a text that is longer than a model's positions in chunks of as many tokens as it has, with exact attention.",
+    "For retrieval keep the embedding of every chunk: the nearest counts. For one vector of the text take their mean.",
+    "Only where one pass has to see the whole text, as a decoder does, extend the positions and swap in "
+    "BlockLocal(block_size=256).",
+)
 
 
 def even(cell: Cell, which: Pass = "forward") -> bool:
@@ -160,11 +166,28 @@ def candidates(record: Comparison) -> list[Candidate]:
     for length in record.ratios(EXACT):
         for name in record.mechanisms:
             cell, error = record.cell(name, length), errors.get((name, length))
-            if cell is None or error is None or cell.status in ("refused", "failed"):
+            if cell is None or error is None or cell.status in ("refused", "failed", "too large"):
                 continue
             if error.output or error.note.startswith("over budget"):
                 known.append(Candidate(name, length, _ratio(cell), error))
     return known
+
+
+def undecided(record: Comparison, length: int, asked: float) -> list[str]:
+    """What may be better than exact attention at a length, and was not measured for lack of time."""
+    known = (each for each in candidates(record) if each.length == length)
+    return [each.name for each in known if each.could_be(asked) and not each.is_known]
+
+
+def beyond(record: Comparison, lengths: Iterable[int]) -> list[str]:
+    """What to do at lengths beyond the model's own positions, where exact attention is no reference.
+
+    Empty where the model has positions of its own for all of them.
+    """
+    context = record.meta.get("context")
+    far = [] if context is None else [length for length in lengths if length > context]
+    why = record.meta.get("extension") or f"the model has {context:,} positions" if far else ""
+    return [f"Exact attention at {_lengths(far)} is no reference: {why}.", *LONG] if far else []
 
 
 def _ratio(cell: Cell) -> float:
@@ -176,16 +199,28 @@ def answer(record: Comparison) -> list[str]:
     """Whether anything here is better than exact attention; what would have to be trained; at which length.
 
     Only what stands in for a pretrained model's exact attention is an answer: untrained, what estimates it; trained,
-    also what has weights that learn to. Another function is none, however fast.
+    also what has weights that learn to. Another function is none, however fast. Beyond the model's own positions exact
+    attention is no reference: that is said first, and what to do there.
     """
-    known, asked = candidates(record), record.meta.get("asked", ASKED)
+    lengths = [*record.ratios(EXACT)]
+    far = beyond(record, lengths)
+    context = record.meta["context"] if far else math.inf
+    if far and min(lengths) > context:
+        return far
+    return [*far, *_answer(record, [length for length in lengths if length <= context])]
+
+
+def _answer(record: Comparison, lengths: list[int]) -> list[str]:
+    """The answer for lengths at which exact attention is the reference."""
+    asked = record.meta.get("asked", ASKED)
+    known = [each for each in candidates(record) if each.length in lengths]
     could = [each for each in known if each.could_be(asked)]
     winners, open_ones = [each for each in could if each.is_known], [each for each in could if not each.is_known]
-    to_train = _to_train(record, known, asked)
+    to_train = _to_train(record, known, lengths, asked)
     better = (
         f"better than exact attention here (more than 10 % faster, median error at most {percent(asked)}, untrained)"
     )
-    if not record.ratios(EXACT):
+    if not lengths:
         return ["Undecided: nothing was timed."]
     if winners:
         best = max(winners, key=lambda each: (each.length, -each.ratio))
@@ -193,12 +228,12 @@ def answer(record: Comparison) -> list[str]:
         first = f"Yes, {best.at}, is {better}: its median error is {percent(best.median)}{share}."
         to_train = [best, *to_train]
     elif open_ones:
-        names, budget = list(dict.fromkeys(each.name for each in open_ones)), record.meta.get("budget")
+        names, seconds = list(dict.fromkeys(each.name for each in open_ones)), record.meta.get("would_do")
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         first = (
             f"Undecided whether anything is {better}: {', '.join(names[:3])}{more} may be, at "
             f"{_lengths(each.length for each in open_ones)}, but not all of it was measured"
-            f"{f': give --budget {2 * budget:.0f}' if budget else ''}."
+            f"{f': give --budget {seconds}' if seconds else ''}."
         )
     elif known:
         first = f"No, nothing is {better}, at {_lengths(each.length for each in known)}."
@@ -207,17 +242,20 @@ def answer(record: Comparison) -> list[str]:
     words = [f"{each.at} ({_untrained(each)})" for each in to_train if each not in winners]
     second = "; or ".join(words) or "nothing that was timed is more than 10 % faster"
     faster = [f"{each.name} is faster {_from(record, each.name)}" for each in to_train]
-    third = "; ".join(faster) or f"none of {_lengths(record.ratios(EXACT))}"
+    third = "; ".join(faster) or f"none of {_lengths(lengths)}"
     return [first, f"To be trained first: {second}.", f"At which length: {third}."]
 
 
-def _to_train(record: Comparison, known: list[Candidate], asked: float) -> list[Candidate]:
+def _to_train(record: Comparison, known: list[Candidate], lengths: list[int], asked: float) -> list[Candidate]:
     """The most accurate that is faster, and the fastest with weights to learn, each at the greatest length with one."""
     inexact = [each for each in known if each.ratio < BETTER and each.median > asked]
     learning = [
         Candidate(cell.mechanism, cell.length, _ratio(cell))
         for cell in record.cells
-        if cell.mechanism != EXACT and learns(catalogue.parse(cell.mechanism)) and _ratio(cell) < BETTER
+        if cell.length in lengths
+        and cell.mechanism != EXACT
+        and learns(catalogue.parse(cell.mechanism))
+        and _ratio(cell) < BETTER
     ]
     nearest = max(inexact, key=lambda each: (each.length, -each.median), default=None)
     quickest = max(learning, key=lambda each: (each.length, -each.ratio), default=None)
