@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fast_attention
+from experiments import tasks
 from fast_attention import LinearAttention, Unsupported, catalogue, features
 from fast_attention.known_names import KNOWN, known, simple
 
@@ -38,6 +40,9 @@ def test_names_values_and_instances_are_accepted() -> None:
         ("Softmax(scale=1 + 1)", "settings are numbers"),
         ("__import__('os').system('true')", "settings are numbers"),
         ("3", "is not a mechanism"),
+        ("Relu", "'Relu' is not a mechanism: it is a setting, as in LinearAttention(feature_map=Relu())"),
+        ("Value()", "no mechanism or value is called 'Value'"),
+        (f"Softmax(scale={10**400})", "scale must be a finite number"),
         ("FavorPlus(num_features='a')", "num_features must be at least 1, a whole number"),
         ("FavorPlus(num_features=1.5)", "num_features must be at least 1, a whole number"),
         ("LinearAttention(eps=-1)", "eps must be at least 0.0, a number"),
@@ -47,6 +52,57 @@ def test_names_values_and_instances_are_accepted() -> None:
 def test_errors_name_the_mistake(text: str, said: str) -> None:
     with pytest.raises(ValueError, match="(?s).*" + re.escape(said)):
         catalogue.parse(text)
+
+
+def settings_of_everything() -> list[tuple[type, str]]:
+    """Every mechanism and every task with each of its settings."""
+    kinds: list[Any] = [type(catalogue.default(name)) for name in catalogue.names()]
+    kinds += [type(tasks.parse(name)) for name in ("copy", "listops", "byte-lm", "needle", "mnist-pixels")]
+    return [(kind, field.name) for kind in kinds for field in fields(kind)]
+
+
+@pytest.mark.parametrize(("kind", "setting"), settings_of_everything())
+def test_a_setting_that_stands_twice_is_refused(kind: Any, setting: str) -> None:
+    """By keyword twice, or by place and by keyword; also in a setting's own settings."""
+    parse: Any = tasks.parse if kind.__module__ == tasks.__name__ else catalogue.parse
+    at = [field.name for field in fields(kind)].index(setting)
+    words = re.escape(f"{kind.__name__} has {setting} twice, 64 and 8: leave one out")
+    for text in (
+        f"{kind.__name__}({setting}=64, {setting}=8)",
+        f"{kind.__name__}({'0, ' * at}64, {setting}=8)",
+        f"{kind.__name__}({setting}={kind.__name__}({setting}=64, {setting}=8))",
+    ):
+        with pytest.raises(ValueError, match=words):
+            parse(text)
+
+
+@pytest.mark.parametrize("parse", [catalogue.parse, tasks.parse])
+def test_what_is_no_text_is_told_in_one_line(parse: Any) -> None:
+    for given in (
+        None,
+        3,
+        b"Local",
+        ["Local"],
+        {},
+        torch.zeros(9),
+        torch.nn.ReLU(),
+        torch.nn.ReLU,
+        test_names_values_and_instances_are_accepted,
+    ):
+        with pytest.raises(TypeError, match=r"^a \w+ is a value or a text, such as .*; got ") as refused:
+            parse(given)
+        assert "\n" not in str(refused.value)
+    for name in catalogue.names():
+        kind: Any = type(catalogue.default(name))
+        if parse is catalogue.parse:
+            with pytest.raises(TypeError, match=f"^{name} is a class: write {name}\\(\\)$"):
+                parse(kind)
+    with pytest.raises(
+        TypeError, match=re.escape("ALiBi() is not a mechanism: it is a setting, as in Softmax(bias=ALiBi())")
+    ):
+        catalogue.parse(fast_attention.ALiBi())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=re.escape("Copy is a class: write Copy()")):
+        tasks.parse(tasks.Copy)  # type: ignore[arg-type]
 
 
 def test_numbers_of_numpy_are_settings_whose_repr_is_an_expression() -> None:

@@ -18,7 +18,9 @@ from fast_attention.value import Value
 def _public(module: Any, kind: type) -> dict[str, type]:
     classes = {}
     for name, value in vars(module).items():
-        if inspect.isclass(value) and issubclass(value, kind) and not inspect.isabstract(value) and name[0] != "_":
+        if not inspect.isclass(value) or not issubclass(value, kind) or value is Value or inspect.isabstract(value):
+            continue
+        if name[0] != "_":
             classes[name] = value
     return classes
 
@@ -37,6 +39,7 @@ _MECHANISMS: dict[str, type[Mechanism[Any, Any]]] = {
 _PARSER = Parser(
     "mechanism",
     "Softmax(scale=1.0)",
+    Mechanism,
     {**_public(mechanisms, Value), **_public(features, Value), **_public(projections, Value)},
     tuple(_MECHANISMS),
     _of_users,
@@ -78,15 +81,17 @@ def parse(text: str | Mechanism[Any, Any]) -> Attention[Any, Any] | Mixer[Any, A
     Raises:
         ValueError: The text names no mechanism or no such setting, or is not a call with plain values. A name that
             the field uses for a mechanism (``"Performer"``) is answered with ours.
+        TypeError: It is neither a mechanism nor a text, such as a class: ``Local`` in place of ``Local()``.
     """
     if isinstance(text, Attention | Mixer):
         return text
+    if not isinstance(text, str):
+        raise TypeError(_PARSER.instead(text))
     try:
-        value = _PARSER.read(str(text))
+        value = _PARSER.read(text)
     except ValueError as error:
-        raise ValueError(elsewhere(str(text)) or str(error)) from error
-    if not isinstance(value, Attention | Mixer):
-        raise ValueError(f"{text!r} is not a mechanism.{_PARSER.nearest(str(text))}")
+        raise ValueError(elsewhere(text) or str(error)) from error
+    assert isinstance(value, Attention | Mixer)
     return value
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from numbers import Integral, Real
@@ -135,7 +135,7 @@ def _allows(option: Any, value: Any) -> bool:
     if get_origin(option) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(option))
     if option is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if option is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if option is Any or isinstance(option, TypeVar):

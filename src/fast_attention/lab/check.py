@@ -48,7 +48,7 @@ def check_command(
         else:
             model = loading.load(target)
             if mechanism is not None:
-                print(swap(model, inputs.mechanisms([mechanism])[0]), file=sys.stderr)
+                print(swap(model, inputs.mechanism(mechanism)), file=sys.stderr)
             report = conformance.check_model(model.to(where))
     if as_json:
         print(json.dumps([asdict(finding) for finding in report.findings], indent=1))
