@@ -135,6 +135,8 @@ def in_words(value: object) -> str:
         return f"the class {value.__name__}"
     if inspect.isroutine(value):
         return f"the function {value.__name__}"
+    if isinstance(value, str):
+        return f"the text {quoted(value)}"
     if inspect.ismodule(value):
         return f"the module {value.__name__}"
     return f"{_cut(repr(value))}, of type {type(value).__name__}"

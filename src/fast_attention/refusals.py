@@ -1,10 +1,16 @@
-"""Finds what a refusal may name: the mechanisms that grant what another denies, those most like it first."""
+"""Finds what a refusal may name: the mechanisms that grant what another denies, those most like it first.
+
+Also refuses what is no module, where a model is asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
+from fast_attention.expressions import in_words
 from fast_attention.traits import Traits
 
 
@@ -25,3 +31,16 @@ def _loaded(kind: type[Any]) -> Iterator[type[Any]]:
         yield from _loaded(subclass)
         if not getattr(subclass, "__abstractmethods__", None):
             yield subclass
+
+
+def is_module(name: str, value: object) -> None:
+    """Raise a ``TypeError`` unless ``value`` is an ``nn.Module``: a name, a class or a function is none yet."""
+    if isinstance(value, nn.Module):
+        return
+    if isinstance(value, str):
+        instead = "load it first, as in AutoModel.from_pretrained(...)"
+    elif isinstance(value, type) and issubclass(value, nn.Module):
+        instead = "build it first"
+    else:
+        instead = "give the nn.Module that it runs"
+    raise TypeError(f"{name} must be an nn.Module; got {in_words(value)}: {instead}")
