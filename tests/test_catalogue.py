@@ -32,7 +32,7 @@ def test_names_values_and_instances_are_accepted() -> None:
     ("text", "said"),
     [
         ("Sofmax", "Did you mean Softmax"),
-        ("softmax", "Did you mean Softmax"),
+        ("softmax", "'softmax' is spelt Softmax() here."),
         ("Softmax(sale=1)", "no setting 'sale'; its settings are: scale"),
         ("Softmax(1, None, True, 4)", "has 3 settings and got 4 values"),
         ("Softmax(", "write a name, or a call"),
@@ -158,11 +158,44 @@ def test_attention_refuses_mixers_and_learned_weights() -> None:
         ("DeltaNet", "not here"),
         ("Sparse Transformer", "not here; nearest is BigBird()"),
         ("MLP-Mixer", "is spelt MLPMixer() here"),
+        ("FAVOR+", "Write FavorPlus()."),
+        ("FAVOR++", "Write FavorPlusPlus()."),
+        ("FAVOR", "'FAVOR' is spelt Favor() here."),
+        ("Fast Attention", "Fast Attention: Manhattan()"),
+        ("Local Attention", "'Local Attention' is spelt Local() here."),
+        ("linear self-attention", "is spelt LinearAttention() here."),
+        ("Manhattan distance", "'Manhattan distance' is spelt Manhattan() here."),
+        ("multi-head attention", "Write Softmax()."),
+        ("Transformer", "Write Softmax()."),
+        ("GQA", "num_kv_heads=...)). Write Softmax()."),
+        ("gMLP", "'gMLP' is spelt GMLP() here."),
+        ("Mixer", "Write MLPMixer()."),
+        ("Big Bird", "'Big Bird' is spelt BigBird() here."),
+        ("AFT-simple", "'AFT-simple' is spelt AFTSimple() here."),
+        ("LSH attention", "'LSH attention' is spelt LSH() here."),
+        ("SortCut Sinkhorn", "Write SortCut()."),
+        ("Factorized Random Synthesizer", "is spelt FactorizedRandomSynthesizer() here."),
+        ("Hybrid(far=FAVOR+())", "'FAVOR+' is not a name of ours. Performer: FavorPlus()"),
+        ("Hybrid(near=block-local())", "'block-local' is spelt BlockLocal() here."),
     ],
 )
 def test_names_people_know_are_answered_with_ours(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
         catalogue.parse(text)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [*catalogue.names(), *(name for each in KNOWN for name in each.names)])
+def test_any_case_hyphen_and_plural_of_a_name_is_understood(name: str) -> None:
+    """Of ours and of papers': in words, in capitals, with "attention" behind it."""
+    known_as = known(name)
+    answer = f"Write {known_as.write}." if known_as else f"is spelt {name}() here."
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name)
+    written = {name.upper(), name.lower(), words, words.replace("-", " "), f"{name.upper()}()"}
+    written |= {f"{name} attention", f"{name}s"} if re.fullmatch(r"(?!.*(ttention|Transformer))\w+", name) else set()
+    for text in written - {name, f"{name}()"}:
+        with pytest.raises(ValueError, match=re.escape(answer)):
+            catalogue.parse(text)
 
 
 def test_a_default_is_asked_for_by_a_known_name() -> None:

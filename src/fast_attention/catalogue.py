@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 from fast_attention import mechanisms
-from fast_attention.expressions import Parser
+from fast_attention.expressions import Parser, quoted
 from fast_attention.feature_maps import features
-from fast_attention.known_names import known, simple
+from fast_attention.known_names import forms, known
 from fast_attention.mechanism import Attention, Mechanism, Mixer
 from fast_attention.mechanisms.dense import projections
 from fast_attention.value import Value
@@ -57,8 +57,10 @@ def default(name: str) -> Attention[Any, Any] | Mixer[Any, Any]:
     Raises:
         ValueError: No mechanism has that name; the nearest ones are named.
     """
+    if not isinstance(name, str):
+        raise TypeError(_PARSER.instead(name))
     if name not in _MECHANISMS:
-        raise ValueError(elsewhere(name) or f"no mechanism is called {name!r}.{_PARSER.nearest(name)}")
+        raise ValueError(elsewhere(name) or f"no mechanism is called {quoted(name)}.{_PARSER.nearest(name)}")
     mechanism = _MECHANISMS[name]()
     assert isinstance(mechanism, Attention | Mixer)
     return mechanism
@@ -66,12 +68,22 @@ def default(name: str) -> Attention[Any, Any] | Mixer[Any, Any]:
 
 def elsewhere(text: str) -> str:
     """A message that says what to write for a name that papers or libraries use; empty for an unknown name."""
-    head = text.split("(")[0].strip()
-    for name in (head, *re.findall(r"(\w+)\s*\(", text)):
+    head, inner = text.split("(")[0].strip(), re.findall(r"([\w+-]+)\s*\(", text)
+    for name in dict.fromkeys((head, *inner)):
         if name not in _PARSER.values and (entry := known(name)):
-            return f"{name!r} is not a name of ours. {entry}. Write {entry.write}."
-    own_names = [each for each in names() if simple(each) == simple(head) and each.lower() != head.lower()]
-    return f"{head!r} is spelt {own_names[0]}() here." if own_names else ""
+            return f"{quoted(name)} is not a name of ours. {entry}. Write {entry.write}."
+        if name not in _PARSER.values and (ours := spelt(name)):
+            return f"{quoted(name)} is spelt {ours}() here."
+    return ""
+
+
+def spelt(text: str) -> str:
+    """The name of ours that a name means in other letters: ``"linear self-attention"``, ``"gMLP"``; empty for none."""
+    for form in forms(text):
+        for name in names():
+            if form in forms(name)[:2]:
+                return name
+    return ""
 
 
 def parse(text: str | Mechanism[Any, Any]) -> Attention[Any, Any] | Mixer[Any, Any]:
@@ -104,5 +116,5 @@ def readable(mechanism: Mechanism[Any, Any]) -> bool:
 
 
 __all__ = [
-    "default", "elsewhere", "names", "parse", "readable",
+    "default", "elsewhere", "names", "parse", "readable", "spelt",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 LONGEST = 10_000  # characters of a text that is read
-QUOTED = 100  # characters of it that an error repeats
+QUOTED = 80  # characters of it that an error repeats
 
 
 def quoted(text: str) -> str:
@@ -132,14 +132,14 @@ class Parser:
 def in_words(value: object) -> str:
     """What an argument of the wrong type is, for errors: a class, a function by name, or the type of the value."""
     if isinstance(value, type):
-        return f"the class {value.__name__}"
+        return f"the class {value.__name__}: write {value.__name__}(...)"
     if inspect.isroutine(value):
         return f"the function {value.__name__}"
     if isinstance(value, str):
         return f"the text {quoted(value)}"
     if inspect.ismodule(value):
         return f"the module {value.__name__}"
-    return f"{_cut(repr(value))}, of type {type(value).__name__}"
+    return f"{_cut(' '.join(repr(value).split()))}, of type {type(value).__name__}"
 
 
 __all__ = ["Parser", "in_words", "quoted"]
