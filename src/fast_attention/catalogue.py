@@ -72,12 +72,12 @@ def elsewhere(text: str) -> str:
     for name in dict.fromkeys((head, *inner)):
         if name not in _PARSER.values and (entry := known(name)):
             return f"{quoted(name)} is not a name of ours. {entry}. Write {entry.write}."
-        if name not in _PARSER.values and (ours := spelt(name)):
+        if name not in _PARSER.values and (ours := own_name(name)):
             return f"{quoted(name)} is spelt {ours}() here."
     return ""
 
 
-def spelt(text: str) -> str:
+def own_name(text: str) -> str:
     """The name of ours that a name means in other letters: ``"linear self-attention"``, ``"gMLP"``; empty for none."""
     for form in forms(text):
         for name in names():
@@ -116,5 +116,5 @@ def readable(mechanism: Mechanism[Any, Any]) -> bool:
 
 
 __all__ = [
-    "default", "elsewhere", "names", "parse", "readable", "spelt",
+    "default", "elsewhere", "names", "own_name", "parse", "readable",
 ]  # fmt: skip

@@ -75,15 +75,15 @@ def _fit(inputs: Inputs, open_sizes: Open) -> None:
             if dim is None or isinstance(dim, int) or dim == Dim.STATIC:
                 continue
             size, low, high = x.shape[axis], getattr(dim, "min", None), getattr(dim, "max", None)
-            called = getattr(dim, "__name__", f"axis {axis}")
-            along = f"{name} has size {size} along {called!r}"
+            called = getattr(dim, "__name__", "")  # none of those that torch may find for itself, as Dim.AUTO
+            along = f"{name} has size {size} along {called or f'axis {axis}'!r}"
             if size < 2:
                 raise ValueError(f"{along}, which is open: give an example of 2 or more")
             if (low is not None and size < low) or (high is not None and size > high):
                 raise ValueError(f"{along}, which is open from {low} to {high}: give an example between them")
-            first = held.setdefault(called, (name, size)) if hasattr(dim, "__name__") else (name, size)
-            if first[1] != size:
-                raise ValueError(f"{along} and {first[0]} has {first[1]}: give sizes that differ a Dim each")
+            first, expected = held.setdefault(called, (name, size)) if called else (name, size)
+            if size != expected:
+                raise ValueError(f"{along} and {first} has {expected}: give sizes that differ a Dim each")
 
 
 def _take(module: nn.Module, inputs: Inputs) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -16,11 +17,7 @@ QUOTED = 80  # characters of it that an error repeats
 
 def quoted(text: str) -> str:
     """The text in quotes, cut off where it is long."""
-    return _cut(repr(text))
-
-
-def _cut(shown: str) -> str:
-    return shown if len(shown) <= 2 * QUOTED else f"{shown[:QUOTED]}... ({len(shown):,} characters)"
+    return repr(text) if len(text) <= 2 * QUOTED else f"{text[:QUOTED]!r}... ({len(text):,} characters)"
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,8 @@ def in_words(value: object) -> str:
         return f"the text {quoted(value)}"
     if inspect.ismodule(value):
         return f"the module {value.__name__}"
-    return f"{_cut(' '.join(repr(value).split()))}, of type {type(value).__name__}"
+    shown = textwrap.shorten(repr(value), QUOTED, placeholder=" ...")
+    return f"{shown}, of type {type(value).__name__}"
 
 
 __all__ = ["Parser", "in_words", "quoted"]
