@@ -133,9 +133,12 @@ def simple(name: str) -> str:
 
 
 def forms(name: str) -> tuple[str, ...]:
-    """A simple name; without words that say what kind of thing it is, such as "attention"; and in the singular."""
+    """A simple name; without words that say what kind of thing it is, such as "attention"; and in the singular.
+
+    None of a text that is no name, such as a call.
+    """
     whole = simple(name)
-    return whole, _bare(whole), _bare(whole.removesuffix("s"))
+    return () if re.search(r"[^\w\s+'-]", name) else (whole, _bare(whole), _bare(whole.removesuffix("s")))
 
 
 def _bare(name: str) -> str:
