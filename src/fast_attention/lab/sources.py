@@ -26,7 +26,8 @@ def source(model: str | None, text: str | None, seed: int, longest: int = 0) -> 
             return capture.Gaussian(seed=seed)
         if not all(0 < len(size.lstrip("0")) < 10 for size in sizes.groups()):
             raise InputError(f"{model}: write HEADSxWIDTH, both at least 1 and below 10^9, such as 8x64")
-        return capture.Gaussian(*map(int, sizes.groups()), seed)
+        heads, width = map(int, sizes.groups())
+        return capture.Gaussian(heads, width, seed)
     try:
         name = model or loading.default_model()
         loading.find(name)
