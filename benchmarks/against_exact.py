@@ -12,7 +12,6 @@ same kernel with these pairs as a boolean mask (``masked``), or the softmax over
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from rich.table import Table
 from torch.nn import functional as F
 
 from benchmarks.gates import HEADS, WIDTH, Row, in_turns, seconds, title
+from experiments.arguments import Arguments
 from fast_attention import Bound, Shape, files, keep_memory
 from fast_attention.lab import records, surroundings
 
@@ -86,7 +86,7 @@ def measured(expression: str, row: Row, rounds: int, patience: float, baseline: 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("mechanisms", metavar="EXPRESSION", nargs="+", help="Such as Hybrid().")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="Tokens.")
     parser.add_argument("--causal", action="store_true", help="Both causal.")

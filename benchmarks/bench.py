@@ -26,6 +26,7 @@ import torch
 
 from benchmarks import checks, memory
 from benchmarks.competitors import OURS, TORCH, Competitor, baselines, chosen, default_mechanisms
+from experiments.arguments import Arguments, YesNo
 from fast_attention import clock, keep_memory
 from fast_attention.counting import counted
 from fast_attention.lab import inputs, measure, progress
@@ -562,13 +563,13 @@ def remarks(record: Benchmark) -> Iterator[str]:
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="python -m benchmarks.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     whole = {"type": int, "metavar": "N"}
     parser.add_argument("--mechanisms", nargs="+", help="Names or expressions. Default: all.")
     parser.add_argument("--lengths", **whole, nargs="+", default=[*LENGTHS], help="Tokens. Default: 64 to 4096.")
-    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="One direction only. Default: both.")
+    parser.add_argument("--causal", action=YesNo, help="One direction only. Default: both.")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps.")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--heads", **whole, default=8)

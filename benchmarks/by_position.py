@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.arguments import Arguments
 from fast_attention import extend, files, swap
 from fast_attention.lab import corpus, loading, records, surroundings
 from fast_attention.lab.passages import Passages, spread
@@ -97,7 +98,7 @@ def table(rows: Sequence[dict[str, Any]], edges: Sequence[int]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default="out/small-llama", help="The decoder, with unseen.txt beside it.")
     parser.add_argument("--mechanisms", nargs="*", default=[*MECHANISMS], help="Swapped in, untrained.")
     parser.add_argument("--converted", nargs="*", default=[], help="Folders of converted models.")

@@ -21,6 +21,7 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from experiments import data
+from experiments.arguments import Arguments
 from fast_attention import extend, files, swap
 from fast_attention.conversion import Chunks, goals
 from fast_attention.lab import loading, passages, records, surroundings
@@ -77,7 +78,7 @@ def _words(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Print the table and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mechanisms", nargs="+", default=[*MECHANISMS])
     parser.add_argument("--lengths", type=int, nargs="+", default=[480, 2048, 8192])
     parser.add_argument("--passages", type=int, nargs="+", default=[12, 6, 3], help="Of each length.")

@@ -8,7 +8,6 @@ processor time, which other programs disturb less. ``--out FILE`` leaves a recor
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from benchmarks.against_exact import passes
 from benchmarks.gates import HEADS, WIDTH, Row, in_turns, seconds
+from experiments.arguments import Arguments
 from fast_attention import Attention, Bound, Shape, catalogue, files, keep_memory
 from fast_attention.lab import records, surroundings
 
@@ -51,7 +51,7 @@ def measured(mechanism: Any, is_causal: bool, length: int, rounds: int, patience
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("mechanisms", metavar="EXPRESSION", nargs="*", help="Such as Hybrid(); all by default.")
     parser.add_argument("--length", type=int, default=2048, help="Tokens.")
     parser.add_argument("--threads", type=int, help="Of torch.")

@@ -9,7 +9,6 @@ time instead of wall time.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import io
 import math
@@ -31,6 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from experiments.arguments import Arguments
 from fast_attention.lab.records import sealed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -271,7 +271,7 @@ def show(found: list[Row], console: Console) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("old", metavar="OLD", help="A folder with another src/fast_attention, or a git revision.")
     parser.add_argument("--new", type=Path, default=ROOT, help="Another new tree than this one.")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="Tokens.")

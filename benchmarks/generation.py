@@ -6,7 +6,6 @@ with mechanisms that keep a state, through transformers' own ``generate``, and p
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 import fast_attention
+from experiments.arguments import Arguments
 from fast_attention import cache_argument, files
 from fast_attention.lab import records, surroundings
 
@@ -75,7 +75,7 @@ def written(mechanism: str, batch: int, positions: list[int]) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--positions", type=int, nargs="+", default=[256, 1024, 4096, 8192, 16384])
     parser.add_argument("--out", type=Path, help="Also write the figures to this JSON file.")

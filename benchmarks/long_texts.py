@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import costs
+from experiments.arguments import Arguments
 from fast_attention import extend, files, integrations, keep_memory, swap
 from fast_attention.lab import loading, records, surroundings
 from fast_attention.lab.tables import Table, show
@@ -39,7 +40,7 @@ def models(folder: Path | None, mechanism: str, positions: int) -> dict[str, Any
 
 def main() -> None:
     """Print the table and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="The folder of a converted model.")
     parser.add_argument("--mechanism", default="BlockLocal(block_size=256)", help="Swapped in where no model is given.")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 32768])

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.floors import floor
+from experiments.arguments import Arguments
 from fast_attention import Attention, Bound, catalogue, files
 from fast_attention.lab.surroundings import begun
 from fast_attention.traits import Shape
@@ -178,7 +179,7 @@ def rows_of(asked: Any, clock: Clock, dtype: torch.dtype, most: dict[str, float]
 
 def main() -> None:
     """Print every row, and write the record."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--device", default="cuda")
     options.add_argument("--dtype", default="bfloat16")
     options.add_argument("--mechanisms", nargs="+", default=MECHANISMS)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from experiments import data
+from experiments.arguments import Arguments
 from fast_attention import extend, swap
 from fast_attention.lab.loading import default_model
 
@@ -48,7 +49,7 @@ def model_of(mechanism: str, *, skip_padding: bool) -> Any:
 
 def main() -> None:
     """Print tokens per second of ``encode`` with and without padding, and the ratio of the medians."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--mechanism", default="Softmax")
     options.add_argument("--texts", type=int, default=32)
     options.add_argument("--batch", type=int, default=32)

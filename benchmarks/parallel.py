@@ -5,7 +5,6 @@ Bytes sent for a layer, the memory of a process at a million tokens, and how muc
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import statistics
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from experiments.arguments import Arguments
 from experiments.models import Model, ModelConfig
 from fast_attention import FavorPlus, LinearAttention, Shape
 from fast_attention.lab.surroundings import surroundings
@@ -90,7 +90,7 @@ def on(world: int, threads: int, measure: Callable[..., Any], length: int) -> di
 
 def main() -> None:
     """Print the figures and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--tokens", type=int, default=2**20, help="of the memory's figure")
     parser.add_argument("--step-tokens", type=int, default=2**16, help="of the training step")
     parser.add_argument("--pairs", type=int, default=5)

@@ -6,7 +6,6 @@ cannot be spread is left out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from contextlib import suppress
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from experiments.arguments import Arguments
 from fast_attention import Bound, Shape, catalogue
 from fast_attention.mechanism import Attention, Unsupported
 from fast_attention.parallel import Shards, attend, strategy
@@ -71,7 +71,7 @@ def _process(rank: int, chosen: list[tuple[str, bool]], folder: str) -> None:
 
 def main() -> None:
     """Print, for every attention, how many times one process's error that of four processes is."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--mechanisms", nargs="+", default=catalogue.names())
     chosen = cases(parser.parse_args().mechanisms)
     with tempfile.TemporaryDirectory() as folder:

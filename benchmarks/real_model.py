@@ -7,7 +7,6 @@ another encoder), compares its sentence embeddings with the original's on passag
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import time
@@ -20,6 +19,7 @@ from rich.console import Console
 import fast_attention
 from benchmarks import costs
 from experiments import data
+from experiments.arguments import Arguments
 from fast_attention import catalogue, files
 from fast_attention.conversion import goals
 from fast_attention.lab import capture, inputs, loading, records, surroundings
@@ -42,7 +42,7 @@ def swapped(original: Any, text: str, longest: int) -> tuple[Any, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--model", type=Path, help="A folder; without it the MiniLM of the demo.")
     parser.add_argument("--mechanisms", nargs="+", default=[repr(m) for m in inputs.every(VARIANTS)])
     parser.add_argument("--length", type=int, default=480, help="Tokens of a passage.")

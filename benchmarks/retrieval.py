@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.manuals import PACKAGES, Manual, manuals
+from experiments.arguments import Arguments
 from fast_attention import extend, files, swap
 from fast_attention.conversion.goals import pooled
 from fast_attention.lab import loading, records, surroundings
@@ -212,7 +213,7 @@ def meta(read: Sequence[Manual], held: Sequence[Pair], asked: argparse.Namespace
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("/"), help="Where the Debian packages are unpacked.")
     parser.add_argument("--documents", type=int, default=300, help="How many are told apart.")
     parser.add_argument("--exact", action="store_true", help="Also exact attention with extended positions: slow.")

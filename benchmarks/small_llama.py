@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from experiments.arguments import Arguments
 from experiments.tasks import ByteLM, text_sides
 from fast_attention import files
 from fast_attention.lab.measure import useful_threads
@@ -78,7 +78,7 @@ def train(model: LlamaForCausalLM, tokens: torch.Tensor, context: int, minutes: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--context", type=int, default=512)

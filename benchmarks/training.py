@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.arguments import Arguments
 from experiments.models import Model, ModelConfig
 
 
@@ -44,7 +44,7 @@ class Torch(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)

@@ -271,7 +271,7 @@ def refusals(mechanism: Any) -> str:
     skipped, lines = () if kind is Attention else ("cross", "mask", "rotary", "matrix"), []
     for trait, words in DENIED.items():
         if trait not in skipped and not getattr(mechanism.traits, trait):
-            others = ", ".join(f"[`{name}`]({name}.md)" for name in granting(kind, trait, like=mechanism.traits)[:6])
+            others = ", ".join(f"[`{name}`]({name}.md)" for name in granting(kind, trait, mechanism)[:6])
             lines.append(f"- {words}" + (f" What would work: {others}." if others else ""))
     lines += ["- It mixes whole tokens: no queries, no heads, no cross attention, no attention map."] * (kind is Mixer)
     lines += [f"- {words}" for trait, words in HELD.items() if getattr(mechanism.traits, trait)]

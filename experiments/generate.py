@@ -12,12 +12,13 @@ import itertools
 import sys
 
 from experiments import models
+from experiments.arguments import Arguments
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the continuation: text of a model of bytes, numbers of another."""
     about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("experiments.generate", description=__doc__, formatter_class=about)
+    parser = Arguments("experiments.generate", description=__doc__, formatter_class=about)
     parser.add_argument("model", help="the folder of a model: model in the folder of a run")
     parser.add_argument("--prompt", default="", help="text; for models of other tokens, numbers such as '3 1 2'")
     parser.add_argument("--tokens", type=int, default=200, help="how many (default: 200, or what the model reads)")

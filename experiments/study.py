@@ -29,6 +29,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments import tasks
+from experiments.arguments import Arguments
 from experiments.models import Model, ModelConfig
 from experiments.tasks import Task
 from experiments.train import (
@@ -338,7 +339,7 @@ def figure(study: Study) -> tuple[Figure, str]:
 def main(arguments: list[str] | None = None) -> int:
     """Carry out a study, show its table and write its picture; 130 where a signal ended it."""
     about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("experiments.study", description=__doc__, formatter_class=about)
+    parser = Arguments("experiments.study", description=__doc__, formatter_class=about)
     parser.add_argument("task", help="a task's name or expression, or a name and a file: 'classify FILE'")
     parser.add_argument("--mechanisms", nargs="+", default=[], help="A + B for layers that alternate; two controls")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mechanism (default: 3)")

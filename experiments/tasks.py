@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from experiments import data
-from fast_attention.expressions import Parser
+from fast_attention.expressions import Parser, quoted
 from fast_attention.value import Value, at_least
 
 Split = Literal["train", "valid"]
@@ -638,11 +638,13 @@ class Sequences(Task):
         return records
 
     def _column(self, row: dict[str, Any], role: str, usual: tuple[str, ...]) -> str:
-        lowered = {name.strip().lower(): name for name in row} | {name: name for name in row}
         wanted = (getattr(self, role),) if getattr(self, role) else usual
         for name in wanted:
-            if name in lowered:
-                return lowered[name]
+            alike = [name] if name in row else [column for column in row if column.strip().lower() == name]
+            if len(alike) > 1:
+                raise ValueError(f"{self.path}: {' and '.join(alike)} differ in case only: Sequences(..., {role}=...)")
+            if alike:
+                return alike[0]
         there = f"no column is called {' or '.join(wanted)}; there are: {', '.join(row)}"
         raise ValueError(f"{self.path}: {there}. Name it: Sequences(path=..., {role}=...)")
 
@@ -850,15 +852,14 @@ def parse(text: str | Task) -> Task:
     if isinstance(text, Task):
         return text
     named = _kinds()
-    parser = Parser("task", "ListOps(longest=128)", {kind.__name__: kind for kind in named.values()}, tuple(named))
-    word, _, file = text.strip().partition(" ")
+    kinds = {kind.__name__: kind for kind in named.values()}
+    parser = Parser("task", "ListOps(longest=128)", Task, kinds, tuple(named))
+    word, _, file = text.strip().partition(" ") if isinstance(text, str) else ("", "", "")
     if kind := named.get(word):
         if file and not kind.takes:
-            raise ValueError(f"{text}: the task {word} takes no file")
+            raise ValueError(f"{quoted(text)}: the task {word} takes no file")
         if not file and kind is Sequences:
             raise ValueError(f"{word}: name a file, as in {word} FILE.csv")
         make: Any = kind
         return make(**{kind.takes: file.strip()}) if file else make()
-    if "(" not in text and word not in parser.values:
-        raise ValueError(f"no task is called {text!r}.{parser.nearest(text)}")
     return parser.read(text)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments import models, tasks
+from experiments.arguments import Arguments, YesNo
 from experiments.models import Model, ModelConfig, PositionTable
 from experiments.tasks import IGNORED, Batch, Task
 from fast_attention import __version__, catalogue, files
@@ -460,13 +461,13 @@ def _begin(
 
 def run_of(out: Path) -> dict[str, Any]:
     """Task, data, model and settings of the run in a folder."""
-    return json.loads((out / RUN).read_text(encoding="utf-8"))
+    return files.decoded((out / RUN).read_text(encoding="utf-8"))
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:
     """The lines of a run's log that are whole."""
     text = (out / LOG).read_text(encoding="utf-8") if (out / LOG).exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+    return [files.decoded(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
 
 
 def _cut_log(out: Path, progress: Progress) -> None:
@@ -508,7 +509,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type, *names: str) -> Non
         option, default = f"--{each.name.replace('_', '-')}", None if each.default is MISSING else each.default
         about: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"default: {default}"}
         if hints[each.name] is bool:
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, **about)
+            parser.add_argument(option, action=YesNo, **about)
         else:
             parser.add_argument(option, type=type(default), metavar=type(default).__name__.upper(), **about)
 
@@ -533,7 +534,7 @@ def settings_from(options: argparse.Namespace, held: Mapping[str, Any] = Mapping
 def main(arguments: list[str] | None = None) -> int:
     """Train, and print the best model beside the baselines; 130 where a signal ended it."""
     about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("experiments.train", description=__doc__, formatter_class=about)
+    parser = Arguments("experiments.train", description=__doc__, formatter_class=about)
     parser.add_argument("task", nargs="?", help="a task's name or expression, or a name and a file: 'classify FILE'")
     parser.add_argument("--mechanism", nargs="+", default=argparse.SUPPRESS, help="several go to the layers in turn")
     parser.add_argument("--out", type=Path, default=Path("out/train"), help="the run's folder")

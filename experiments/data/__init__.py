@@ -116,6 +116,9 @@ def table(path: str) -> IterableDataset:
         if kind == "csv":
             delimiter = "\t" if ".tsv" in path else max(",;\t|", key=head.count)
             names = next(csv.reader([head], delimiter=delimiter), [])
+            if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+                columns = [i for i, name in enumerate(names, 1) if name == twice]
+                raise ValueError(f"columns {columns[0]} and {columns[1]} are both called {twice!r}: rename one")
             features = Features({name: Value("string") for name in names})
             options = {"sep": delimiter, "features": features, "keep_default_na": False}
         if not head:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.arguments import Arguments
 from fast_attention import files, keep_memory
 from fast_attention.lab import inputs, progress
 from fast_attention.lab.drawing import STYLE, svg
@@ -181,9 +181,7 @@ def state_bytes(state: Any) -> int:
 def main(reproduction: Reproduction, arguments: list[str] | None = None) -> int:
     """Measure a reproduction from the command line; 130 where it was interrupted."""
     module = f"experiments.reproductions.{reproduction.name}"
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {module}", description=f"{reproduction.title}. {reproduction.paper}."
-    )
+    parser = Arguments(prog=f"python -m {module}", description=f"{reproduction.title}. {reproduction.paper}.")
     parser.add_argument("--minutes", type=float, default=reproduction.minutes, help="Time for all of it.")
     if reproduction.seeds:
         parser.add_argument("--seeds", type=int, default=reproduction.seeds, help="Draws or trainings of each setting.")

@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 from fast_attention import mechanisms
-from fast_attention.expressions import Parser
+from fast_attention.expressions import Parser, quoted
 from fast_attention.feature_maps import features
-from fast_attention.known_names import known, simple
+from fast_attention.known_names import forms, known
 from fast_attention.mechanism import Attention, Mechanism, Mixer
 from fast_attention.mechanisms.dense import projections
 from fast_attention.value import Value
@@ -18,7 +18,9 @@ from fast_attention.value import Value
 def _public(module: Any, kind: type) -> dict[str, type]:
     classes = {}
     for name, value in vars(module).items():
-        if inspect.isclass(value) and issubclass(value, kind) and not inspect.isabstract(value) and name[0] != "_":
+        if not inspect.isclass(value) or not issubclass(value, kind) or value is Value or inspect.isabstract(value):
+            continue
+        if name[0] != "_":
             classes[name] = value
     return classes
 
@@ -37,6 +39,7 @@ _MECHANISMS: dict[str, type[Mechanism[Any, Any]]] = {
 _PARSER = Parser(
     "mechanism",
     "Softmax(scale=1.0)",
+    Mechanism,
     {**_public(mechanisms, Value), **_public(features, Value), **_public(projections, Value)},
     tuple(_MECHANISMS),
     _of_users,
@@ -54,8 +57,10 @@ def default(name: str) -> Attention[Any, Any] | Mixer[Any, Any]:
     Raises:
         ValueError: No mechanism has that name; the nearest ones are named.
     """
+    if not isinstance(name, str):
+        raise TypeError(_PARSER.instead(name))
     if name not in _MECHANISMS:
-        raise ValueError(elsewhere(name) or f"no mechanism is called {name!r}.{_PARSER.nearest(name)}")
+        raise ValueError(elsewhere(name) or f"no mechanism is called {quoted(name)}.{_PARSER.nearest(name)}")
     mechanism = _MECHANISMS[name]()
     assert isinstance(mechanism, Attention | Mixer)
     return mechanism
@@ -63,12 +68,22 @@ def default(name: str) -> Attention[Any, Any] | Mixer[Any, Any]:
 
 def elsewhere(text: str) -> str:
     """A message that says what to write for a name that papers or libraries use; empty for an unknown name."""
-    head = text.split("(")[0].strip()
-    for name in (head, *re.findall(r"(\w+)\s*\(", text)):
+    head, inner = text.split("(")[0].strip(), re.findall(r"([\w+-]+)\s*\(", text)
+    for name in dict.fromkeys((head, *inner)):
         if name not in _PARSER.values and (entry := known(name)):
-            return f"{name!r} is not a name of ours. {entry}. Write {entry.write}."
-    own_names = [each for each in names() if simple(each) == simple(head) and each.lower() != head.lower()]
-    return f"{head!r} is spelt {own_names[0]}() here." if own_names else ""
+            return f"{quoted(name)} is not a name of ours. {entry}. Write {entry.write}."
+        if name not in _PARSER.values and (ours := own_name(name)):
+            return f"{quoted(name)} is spelt {ours}() here."
+    return ""
+
+
+def own_name(text: str) -> str:
+    """The name of ours that a name means in other letters: ``"linear self-attention"``, ``"gMLP"``; empty for none."""
+    for form in forms(text):
+        for name in names():
+            if form in forms(name)[:2]:
+                return name
+    return ""
 
 
 def parse(text: str | Mechanism[Any, Any]) -> Attention[Any, Any] | Mixer[Any, Any]:
@@ -78,15 +93,17 @@ def parse(text: str | Mechanism[Any, Any]) -> Attention[Any, Any] | Mixer[Any, A
     Raises:
         ValueError: The text names no mechanism or no such setting, or is not a call with plain values. A name that
             the field uses for a mechanism (``"Performer"``) is answered with ours.
+        TypeError: It is neither a mechanism nor a text, such as a class: ``Local`` in place of ``Local()``.
     """
     if isinstance(text, Attention | Mixer):
         return text
+    if not isinstance(text, str):
+        raise TypeError(_PARSER.instead(text))
     try:
-        value = _PARSER.read(str(text))
+        value = _PARSER.read(text)
     except ValueError as error:
-        raise ValueError(elsewhere(str(text)) or str(error)) from error
-    if not isinstance(value, Attention | Mixer):
-        raise ValueError(f"{text!r} is not a mechanism.{_PARSER.nearest(str(text))}")
+        raise ValueError(elsewhere(text) or str(error)) from error
+    assert isinstance(value, Attention | Mixer)
     return value
 
 
@@ -99,5 +116,5 @@ def readable(mechanism: Mechanism[Any, Any]) -> bool:
 
 
 __all__ = [
-    "default", "elsewhere", "names", "parse", "readable",
+    "default", "elsewhere", "names", "own_name", "parse", "readable",
 ]  # fmt: skip

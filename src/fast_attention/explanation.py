@@ -13,6 +13,7 @@ from fast_attention import catalogue, checks
 from fast_attention.engine import dispatch
 from fast_attention.engine.dispatch import Step
 from fast_attention.engine.vehicles import VEHICLES
+from fast_attention.expressions import in_words
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
 
@@ -92,7 +93,7 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
     elif isinstance(subject, nn.Module):
         name = type(subject).__name__
     else:
-        raise TypeError(f"subject is a mechanism, its name, a Bound or another module; got {subject!r}")
+        raise TypeError(f"subject is a mechanism, its name, a Bound or another module; got {in_words(subject)}")
     with dispatch.recorded() as steps, torch.no_grad():
         subject(*inputs, **keywords)
     with _Kernels() as kernels, torch.no_grad():

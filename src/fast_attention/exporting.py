@@ -7,6 +7,8 @@ takes its plain form, in operations that ONNX has too.
 from __future__ import annotations
 
 import os
+import re
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
 
 from fast_attention import files
 from fast_attention.mechanism import Unsupported
 from fast_attention.nn.bound import Bound
+from fast_attention.refusals import is_module
 
 Inputs = Mapping[str, Tensor]
 Open = Mapping[str, Mapping[int, Any]]  # input -> axis -> torch.export.Dim
@@ -29,16 +32,19 @@ def program(module: nn.Module, inputs: Inputs, open_sizes: Open) -> ExportedProg
 
     Args:
         module: Anything; each mechanism in it is asked whether it can be exported.
-        inputs: Keyword arguments of ``forward``, with a size of at least 2 along every open axis.
+        inputs: An example of the keyword arguments of ``forward``, with a size of 2 or more along every open axis:
+            torch takes a size of 0 or 1 for a constant.
         open_sizes: Per input the axes whose size is left open, as ``torch.export.Dim``:
             ``{"x": {1: Dim("length", min=2, max=512)}}``.
 
     Raises:
         Unsupported: A mechanism's traits deny it, or torch cannot trace the module.
-        ValueError: ``open_sizes`` names something that is no input.
+        ValueError: ``open_sizes`` names something that is no input or no axis of one, or the example does not fit it or
+            the module.
+        TypeError: ``module`` is no module, or an open input no tensor.
     """
-    if unknown := open_sizes.keys() - inputs.keys():
-        raise ValueError(f"open_sizes names {', '.join(sorted(unknown))}, and the inputs are {', '.join(inputs)}")
+    is_module("module", module)
+    _fit(inputs, open_sizes)
     for part in module.modules():
         if isinstance(part, Bound) and not part.mechanism.traits.export:
             raise part.mechanism.refuse("export with an open length", "export")
@@ -49,8 +55,44 @@ def program(module: nn.Module, inputs: Inputs, open_sizes: Open) -> ExportedProg
     except Unsupported:
         raise
     except Exception as error:
+        _take(module, inputs)
         what = f"{type(module).__name__} with these sizes open"
-        raise Unsupported(f"torch.export cannot trace {what}: {_root(error)}") from error
+        raise Unsupported(f"torch.export cannot trace {what}: {_constraints(error) or _root(error)}") from error
+
+
+def _fit(inputs: Inputs, open_sizes: Open) -> None:
+    """Raise unless the inputs are an example of the open sizes."""
+    if unknown := open_sizes.keys() - inputs.keys():
+        raise ValueError(f"open_sizes names {', '.join(sorted(unknown))}, and the inputs are {', '.join(inputs)}")
+    held: dict[str, tuple[str, int]] = {}
+    for name, axes in open_sizes.items():
+        x: Any = inputs[name]
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+        for axis, dim in axes.items():
+            if not -x.ndim <= axis < x.ndim:
+                raise ValueError(f"open_sizes names axis {axis} of {name}, whose shape is {tuple(x.shape)}")
+            if dim is None or isinstance(dim, int) or dim == Dim.STATIC:
+                continue
+            size, low, high = x.shape[axis], getattr(dim, "min", None), getattr(dim, "max", None)
+            called = getattr(dim, "__name__", "")  # none of those that torch may find for itself, as Dim.AUTO
+            along = f"{name} has size {size} along {called or f'axis {axis}'!r}"
+            if size < 2:
+                raise ValueError(f"{along}, which is open: give an example of 2 or more")
+            if (low is not None and size < low) or (high is not None and size > high):
+                raise ValueError(f"{along}, which is open from {low} to {high}: give an example between them")
+            first, expected = held.setdefault(called, (name, size)) if called else (name, size)
+            if size != expected:
+                raise ValueError(f"{along} and {first} has {expected}: give sizes that differ a Dim each")
+
+
+def _take(module: nn.Module, inputs: Inputs) -> None:
+    """Raise a ``ValueError`` if the module does not take its example at all, whatever stays open."""
+    try:
+        with torch.no_grad():
+            module(**inputs)
+    except Exception as error:
+        raise ValueError(f"{type(module).__name__} does not take its example: {_root(error)}") from error
 
 
 def save(module: nn.Module, inputs: Inputs, path: str | os.PathLike[str], open_sizes: Open) -> None:
@@ -149,7 +191,16 @@ def _root(error: BaseException) -> str:
     """The root cause of an error, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    said = re.split("The error above occurred|For more information about", str(error))[0]  # torch's advice about itself
+    return f"{type(error).__name__}: {textwrap.shorten(said, 300, placeholder=' ...')}"
+
+
+def _constraints(error: BaseException) -> str:
+    """What torch found about the sizes that are to stay open, and what it suggests; empty for any other error."""
+    found = re.findall(r"^  - (.*?)\.?(?: If you.*)?$", str(error), re.MULTILINE)
+    fixes = re.search(r"Suggested fixes:\n((?: +.*(?:\n|$))+)", str(error))
+    would_work = f". What would work: {', '.join(line.strip() for line in fixes[1].splitlines())}" if fixes else ""
+    return "; ".join(dict.fromkeys(found)) + would_work if found else ""
 
 
 __all__ = [

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import ast
 import difflib
+import inspect
+import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 LONGEST = 10_000  # characters of a text that is read
+QUOTED = 80  # characters of it that an error repeats
+
+
+def quoted(text: str) -> str:
+    """The text in quotes, cut off where it is long."""
+    return repr(text) if len(text) <= 2 * QUOTED else f"{text[:QUOTED]!r}... ({len(text):,} characters)"
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,7 @@ class Parser:
     Args:
         kind: Their name in errors, such as ``"mechanism"``.
         example: A call as a user would write it, for errors.
+        base: The class of which every value of the kind is an instance.
         values: Every class that may occur in a text, by name: those of the kind, and those of its settings.
         names: The names of the kind's classes alone.
         others: More classes by name, asked for where none of these is meant.
@@ -25,6 +35,7 @@ class Parser:
 
     kind: str
     example: str
+    base: type
     values: dict[str, type]
     names: tuple[str, ...]
     others: Callable[[], dict[str, type]] = dict
@@ -33,21 +44,43 @@ class Parser:
         """Parse a name (``"Local"``) or a call (``"Local(window=64)"``).
 
         Raises:
-            ValueError: The text is no call with plain values, or names no class or no such setting.
+            ValueError: The text is no call with plain values, or names no class of the kind, or no such setting.
+            TypeError: It is no text.
         """
+        if not isinstance(text, str):
+            raise TypeError(self.instead(text))
         if len(text) > LONGEST:
-            raise ValueError(f"{text[:40]!r}... has {len(text):,} characters: no {self.kind} is written in so many")
+            raise ValueError(f"{quoted(text)}: no {self.kind} is written in so many")
         try:
             tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            message = f"{text!r} is not a {self.kind}: write a name, or a call such as {self.example}"
+            message = f"{quoted(text)} is not a {self.kind}: write a name, or a call such as {self.example}"
             raise ValueError(message) from error
-        return self._build(tree, text)
+        value = self._build(tree, quoted(text))
+        if not isinstance(value, self.base):
+            raise ValueError(f"{quoted(text)} is not a {self.kind}{self._setting(value) or '.' + self.nearest(text)}")
+        return value
+
+    def instead(self, given: object) -> str:
+        """What is wrong with something that is neither a value of the kind nor a text, and what to write."""
+        if isinstance(given, type) and issubclass(given, self.base) and not inspect.isabstract(given):
+            return f"{given.__name__} is a class: write {given.__name__}()"
+        if setting := self._setting(given):
+            return f"{given!r} is not a {self.kind}{setting}"
+        return f"a {self.kind} is a value or a text, such as {self.example}; got {in_words(given)}"
+
+    def _setting(self, value: object) -> str:
+        """Of a value that is a setting of the kind: where it is written. Empty for anything else."""
+        for kind in self.values.values() if is_dataclass(value) and not isinstance(value, type) else ():
+            for field in fields(kind) if issubclass(kind, self.base) and is_dataclass(kind) else ():
+                with suppress(ValueError, TypeError):
+                    return f": it is a setting, as in {kind(**{field.name: value})!r}"
+        return ""
 
     def nearest(self, name: str, among: tuple[str, ...] | None = None) -> str:
         """A sentence with the names that look most like ``name``, or with all of them."""
         lowered = {key.lower(): key for key in among or self.names}
-        close = difflib.get_close_matches(name.split("(")[0].lower(), lowered, n=3, cutoff=0.5)
+        close = difflib.get_close_matches(name.split("(")[0].lower()[:QUOTED], lowered, n=3, cutoff=0.5)
         if close:
             return f" Did you mean {' or '.join(lowered[key] for key in close)}?"
         return f" There are: {', '.join(self.names)}."
@@ -61,32 +94,50 @@ class Parser:
             case ast.Tuple(elts=elements) | ast.List(elts=elements):
                 return tuple(self._build(element, text) for element in elements)
             case ast.Name(id=name):
-                return self._make(name, [], {}, text)
+                return self._make(name, [], [], text)
             case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if all(word.arg for word in keywords):
-                settings = {str(word.arg): self._build(word.value, text) for word in keywords}
+                settings = [(str(word.arg), self._build(word.value, text)) for word in keywords]
                 return self._make(name, [self._build(arg, text) for arg in args], settings, text)
             case _:
-                raise ValueError(f"{text!r}: settings are numbers, strings, True, False, None, tuples and named values")
+                raise ValueError(f"{text}: settings are numbers, strings, True, False, None, tuples and named values")
 
-    def _make(self, name: str, args: list[Any], settings: dict[str, Any], text: str) -> Any:
+    def _make(self, name: str, args: list[Any], settings: list[tuple[str, Any]], text: str) -> Any:
         kind = self.values.get(name) or self.others().get(name)
-        if kind is None:
-            near = self.nearest(name, tuple(self.values))
+        if kind is None or not is_dataclass(kind) or inspect.isabstract(kind):
+            near = self.nearest(name, (*self.values, *self.names))
             near += (
                 "" if self.others is dict else " A class of yours must be imported first (commands: --import MODULE)."
             )
-            raise ValueError(f"{text!r}: no {self.kind} or value is called {name!r}.{near}")
+            raise ValueError(f"{text}: no {self.kind} or value is called {name!r}.{near}")
         known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
-        for setting in settings:
+        if len(args) > len(known):
+            raise ValueError(f"{text}: {name} has {len(known)} settings and got {len(args)} values")
+        given = dict(zip(known, args, strict=False))
+        for setting, value in settings:
             if setting not in known:
                 listed = ", ".join(known) or "none"
-                raise ValueError(f"{text!r}: {name} has no setting {setting!r}; its settings are: {listed}")
-        if len(args) > len(known):
-            raise ValueError(f"{text!r}: {name} has {len(known)} settings and got {len(args)} values")
+                raise ValueError(f"{text}: {name} has no setting {setting!r}; its settings are: {listed}")
+            if setting in given:
+                raise ValueError(f"{text}: {name} has {setting} twice, {given[setting]!r} and {value!r}: leave one out")
+            given[setting] = value
         try:
-            return kind(*args, **settings)
-        except TypeError as error:
-            raise ValueError(f"{text!r}: {error}") from error
+            return kind(**given)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"{text}: {error}") from error
 
 
-__all__ = ["Parser"]
+def in_words(value: object) -> str:
+    """What an argument of the wrong type is, for errors: a class, a function by name, or the type of the value."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}: write {value.__name__}(...)"
+    if inspect.isroutine(value):
+        return f"the function {value.__name__}"
+    if isinstance(value, str):
+        return f"the text {quoted(value)}"
+    if inspect.ismodule(value):
+        return f"the module {value.__name__}"
+    shown = textwrap.shorten(repr(value), QUOTED, placeholder=" ...")
+    return f"{shown}, of type {type(value).__name__}"
+
+
+__all__ = ["Parser", "in_words", "quoted"]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 import shutil
 import socket
 import time
@@ -199,12 +200,24 @@ def decoded(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: It is not JSON, not UTF-8, or nested deeper than can be read.
+        ValueError: It is not JSON, not UTF-8, nested deeper than can be read, or an object has a key twice.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once_each)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, no key of which stands twice: ``json`` takes the last value in silence."""
+    held: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in held:
+            raise ValueError(
+                f"{name!r} stands twice in an object, as {reprlib.repr(held[name])} and {reprlib.repr(value)}"
+            )
+        held[name] = value
+    return held
 
 
 def readable(header: Mapping[str, Any], expected: str, what: str) -> None:

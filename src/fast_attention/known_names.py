@@ -33,13 +33,20 @@ class Known(NamedTuple):
 
 
 KNOWN = (
-    Known("FlashAttention, flash_attention_2, SDPA, scaled_dot_product_attention, full attention, exact attention, "
-          "vanilla attention, dot-product attention, memory-efficient attention, PagedAttention", "Softmax()",
+    Known("FlashAttention, flash_attention_2, SDPA, memory-efficient attention, PagedAttention", "Softmax()",
           note="exact, by torch's fused kernel"),
+    Known("exact attention, full attention, vanilla attention, dot-product attention, scaled dot-product attention, "
+          "Transformer, Transformers, self-attention, multi-head attention, multi-head self-attention, MHA, MHSA, "
+          "cross-attention", "Softmax()",
+          note="any mechanism serves several heads: MultiheadAttention(..., mechanism=...)"),
+    Known("grouped-query attention, GQA, multi-query attention, MQA", "Softmax()",
+          note="with fewer heads of keys: MultiheadAttention(..., num_kv_heads=...)"),
     Known("Linear Transformer, Linear Transformers, Transformers are RNNs", "LinearAttention()"),
-    Known("Performer", "FavorPlus()", note="its ReLU kernel: FavorPlus(kernel=Relu()); its first version: Favor()"),
+    Known("Performer, FAVOR+, positive random features", "FavorPlus()",
+          note="its ReLU kernel: FavorPlus(kernel=Relu()); its first version: Favor()"),
     Known("Random Feature Attention, RFA", "Favor()", note="RFA also scales queries and keys to length one"),
-    Known("Chefs' Random Tables, CRT", "FavorPlusPlus()"),
+    Known("Chefs' Random Tables, CRT, FAVOR++", "FavorPlusPlus()"),
+    Known("Fast Attention", "Manhattan()", note="its logarithms alone: LogAttention(); Performer's FAVOR: Favor()"),
     Known("Hedgehog", "LearnedFeatures()"),
     Known("Transformer-to-RNN, finetuning pretrained transformers into RNNs", "T2R()"),
     Known("LoLCATs", "Hybrid(far=LearnedFeatures())"),
@@ -63,7 +70,7 @@ KNOWN = (
           note="RWKV-4's; later versions keep a matrix for each head: DecayedLinearAttention(gate='token') is nearest"),
     Known("Hyena, long convolution", "GMLP(toeplitz=True)", False, "a gate on weights of distance, learned one by one"),
     Known("Attention Free Transformer, AFT", "AFTFull()", note="also AFTSimple(), AFTLocal(), AFTConv()"),
-    Known("Reformer, LSH attention, locality-sensitive hashing", "LSH()",
+    Known("Reformer, locality-sensitive hashing", "LSH()",
           note="its reversible layers: Reversible"),
     Known("Routing Transformer, Clustered Attention, SMYRF", "LSH()", False, "buckets by hashing instead of k-means"),
     Known("Longformer, sliding window, sliding window attention, window attention, banded attention, Mistral",
@@ -108,10 +115,12 @@ KNOWN = (
           "a constant state that forgets, read in one pass instead of two"),
     Known("Perceiver, Set Transformer, latent attention", "Linformer()", False,
           "few queries can attend by any mechanism whose traits grant cross"),
-    Known("Sinkhorn Transformer, Sparse Sinkhorn Attention", "Sinkhorn()"),
+    Known("Sparse Sinkhorn Attention", "Sinkhorn()"),
+    Known("SortCut Sinkhorn", "SortCut()"),
     Known("Synthesizer", "DenseSynthesizer()",
           note="also RandomSynthesizer(), MixtureSynthesizer() and the factorized ones"),
     Known("Fourier Transformer, Fourier mixing", "FNet()"),
+    Known("Mixer", "MLPMixer()"),
     Known("aMLP", "GMLP(attention_dim=64)"),
     Known("Primer, squared ReLU attention", "ReLUAttention(power=2)"),
     Known("ReLUFormer, Rectified Linear Attention, ReLA", "ReLUAttention()", False, "ReLA normalises by a gated norm"),
@@ -123,6 +132,20 @@ def simple(name: str) -> str:
     return re.sub(r"[^a-z0-9+']", "", name.lower().replace("ö", "o"))
 
 
+def forms(name: str) -> tuple[str, ...]:
+    """A simple name; without words that say what kind of thing it is, such as "attention"; and in the singular.
+
+    None of a text that is no name, such as a call.
+    """
+    whole = simple(name)
+    return () if re.search(r"[^\w\s+'-]", name) else (whole, _bare(whole), _bare(whole.removesuffix("s")))
+
+
+def _bare(name: str) -> str:
+    kind = "(attention|self|multihead|transformers?|layer|mechanism|distance|model|network)+$"
+    return re.sub("^(causal|multihead)(?=.)", "", re.sub(kind, "", name) or name)
+
+
 _BY_NAME = {simple(name): known for known in KNOWN for name in known.names}
 
 
@@ -131,9 +154,7 @@ def known(text: str) -> Known | None:
 
     "Performers", "Performer attention" and "performer" are the Performer.
     """
-    name = simple(text.split("(")[0])
-    short = re.sub(r"(attention|transformers?|s)$", "", name)
-    return _BY_NAME.get(name) or _BY_NAME.get(short)
+    return next((_BY_NAME[form] for form in forms(text.split("(")[0]) if form in _BY_NAME), None)
 
 
 _MOVED = {

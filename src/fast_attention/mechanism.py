@@ -59,7 +59,7 @@ class Mechanism(Value, ABC, Generic[W, S]):
         grant it.
         """
         kind = Attention if isinstance(self, Attention) else Mixer
-        granted = ", ".join(f"{name}()" for name in granting(kind, trait, self.traits, needed)[:6])
+        granted = ", ".join(f"{name}()" for name in granting(kind, trait, self, needed)[:6])
         return Unsupported(
             f"{self!r} does not support {what} (traits.{trait} is {getattr(self.traits, trait)!r}). "
             + (f"What would work: {granted}." if granted else f"No {kind.__name__.lower()} in the catalogue does.")

@@ -1,22 +1,35 @@
-"""Finds what a refusal may name: the mechanisms that grant what another denies, those most like it first."""
+"""Finds what a refusal may name: the mechanisms that grant what another denies, those most like it first.
+
+Also refuses what is no module, where a model is asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from fast_attention.traits import Traits
+from torch import nn
+
+from fast_attention.expressions import in_words
 
 
-def granting(kind: type[Any], trait: str, like: Traits, needed: str | None = None) -> list[str]:
-    """Names of the loaded mechanisms of a kind whose default value grants a trait, those most ``like`` others first.
+def granting(kind: type[Any], trait: str, like: Any, needed: str | None = None) -> list[str]:
+    """Names of the loaded mechanisms of a kind whose default value grants a trait, those most ``like`` another first.
 
-    What is granted is any value of the trait that is true, or only the one that is ``needed``.
+    Where some cost no more than that one as sequences grow, only these. Its own family comes before others; in a family
+    those come first that have most traits in common with it. What is granted is any value of the trait that is true, or
+    only the one that is ``needed``.
     """
-    known = {one.__name__: one().traits for one in _loaded(kind)}
-    values = {name: getattr(traits, trait) for name, traits in known.items()}
-    granted = (name for name, value in values.items() if (value == needed if needed else value))
-    return sorted(granted, key=lambda name: -like.shared(known[name]))
+    known = {one: one().traits for one in _loaded(kind)}
+    values = {one: getattr(traits, trait) for one, traits in known.items()}
+    granted = [one for one, value in values.items() if (value == needed if needed else value)]
+    granted = [one for one in granted if known[one].order <= like.traits.order] or granted
+    family = type(like).__module__.rpartition(".")[0]
+
+    def unlike(one: type[Any]) -> tuple[bool, int]:
+        return one.__module__.rpartition(".")[0] != family, -like.traits.shared(known[one])
+
+    return [one.__name__ for one in sorted(granted, key=unlike)]
 
 
 def _loaded(kind: type[Any]) -> Iterator[type[Any]]:
@@ -25,3 +38,14 @@ def _loaded(kind: type[Any]) -> Iterator[type[Any]]:
         yield from _loaded(subclass)
         if not getattr(subclass, "__abstractmethods__", None):
             yield subclass
+
+
+def is_module(name: str, value: object) -> None:
+    """Raise a ``TypeError`` unless ``value`` is an ``nn.Module``: a name, a class or a function is none yet."""
+    if isinstance(value, nn.Module):
+        return
+    if isinstance(value, str):
+        instead = ": load it first, as in AutoModel.from_pretrained(...)"
+    else:
+        instead = "" if isinstance(value, type) else ": give the nn.Module that holds its attention"
+    raise TypeError(f"{name} must be an nn.Module; got {in_words(value)}{instead}")

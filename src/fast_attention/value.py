@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from numbers import Integral, Real
@@ -36,6 +36,7 @@ class Value:
         @functools.wraps(post_init)
         def checked(self: Any) -> None:
             plain_numbers(self)
+            _no_classes(self)
             try:
                 post_init(self)
             except (TypeError, AttributeError):
@@ -47,6 +48,7 @@ class Value:
 
     def __post_init__(self) -> None:
         plain_numbers(self)
+        _no_classes(self)
         if not torch.compiler.is_compiling():
             typed(self)
             object.__setattr__(self, "_expression", repr(self))
@@ -74,6 +76,16 @@ def plain_numbers(owner: Any) -> None:
     for name, value in vars(owner).items():
         if (plain := _plain(value)) is not value:
             object.__setattr__(owner, name, plain)
+
+
+def _no_classes(owner: Any) -> None:
+    """Raise a ``ValueError`` where a setting is a class of values in place of a value."""
+    if torch.compiler.is_compiling():
+        return
+    for name, value in vars(owner).items():
+        if isinstance(value, type) and issubclass(value, Value):
+            kind = value.__name__
+            raise ValueError(f"{type(owner).__name__}({name}={kind}): {kind} is a class: write {kind}()")
 
 
 def _plain(value: Any) -> Any:
@@ -135,7 +147,7 @@ def _allows(option: Any, value: Any) -> bool:
     if get_origin(option) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(option))
     if option is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if option is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if option is Any or isinstance(option, TypeVar):
@@ -158,12 +170,16 @@ def one_of(owner: object, setting: str, value: object, choices: object) -> None:
         raise ValueError(f"{type(owner).__name__}({setting}={value!r}): {setting} must be one of {listed}")
 
 
-def at_least(owner: object, setting: str, value: object, least: int | float) -> None:
-    """Raise a ``ValueError`` unless ``value`` is a number, a whole one where ``least`` is, and at least that."""
+def at_least(owner: object, setting: str, value: object, least: int | float, *, nothing: object = None) -> None:
+    """Raise a ``ValueError`` unless ``value`` is a number, a whole one where ``least`` is, and at least that.
+
+    ``nothing`` is what to write in place of a value of 0.
+    """
     kinds, words = ((int,), "whole number") if isinstance(least, int) else ((int, float), "number")
     if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
         call = f"{type(owner).__name__}({setting}={value!r})"
-        raise ValueError(f"{call}: {setting} must be at least {least}, a {words}")
+        instead = f"; without any, that is {nothing}" if nothing is not None and value == 0 else ""
+        raise ValueError(f"{call}: {setting} must be at least {least}, a {words}{instead}")
 
 
 def is_seed(owner: object, setting: str, value: object) -> None:

@@ -136,8 +136,8 @@ def test_a_stopped_benchmark_keeps_what_it_has_and_goes_on(tmp_path: Path, monke
     assert code == 0
     assert whole.cell("AFTSimple()", 16) == known, "not measured again"
     assert all(cell.status == "measured" for cell in whole.cells)
-    with pytest.raises(InputError, match="head_dim was 8, is 4"):
-        run(tmp_path, *chosen, "--resume", "--head-dim", "4")
+    with pytest.raises(InputError, match="batch was 1, is 4"):
+        run(tmp_path, *chosen, "--resume", "--batch", "4")
 
 
 def test_adapters_and_groups_cover_the_line_up() -> None:

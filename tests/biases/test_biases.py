@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fast_attention import (
     Hybrid,
     LearnedFeatures,
     Local,
+    Selected,
     Softmax,
     T5Buckets,
     TransformerXL,
@@ -28,6 +30,7 @@ from fast_attention.biases.bias import alibi_slopes, t5_buckets
 from fast_attention.counting import peak_bytes
 from fast_attention.engine.dispatch import implementation
 from tests.cases import bind, qkv, some_keys
+from tests.test_oracles import expected
 
 BUCKETS = T5Buckets(num_buckets=8, max_distance=16)
 BIASES = [ALiBi(), BUCKETS, TransformerXL(width=6)]
@@ -87,6 +90,45 @@ def test_fast_passes_are_the_plain_form(mechanism: Any, is_causal: bool) -> None
                 plain = gradients(bound, inputs, **options)
             for a, b in zip(fast, plain, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, n=length: f"{n} tokens: {m}")
+
+
+def of_blocks(size: int, **terms: Any) -> list[Any]:
+    """Mechanisms whose passes read whole blocks, or windows as large, with a bias or sinks where they take them."""
+    near = [
+        BlockLocal(block_size=size, before=before, after=after, **terms) for before, after in ((1, 1), (0, 0), (2, 1))
+    ]
+    far: Any = LearnedFeatures(num_features=5)
+    with_far = [] if isinstance(terms["bias"], TransformerXL) else near
+    chosen: list[Any] = [Selected(block_size=size, topk=2)]
+    chosen.append(Hybrid(near=Selected(block_size=size, topk=1), far=far))
+    return [
+        *near, *(Hybrid(near=each, far=far, first=1) for each in with_far), *chosen * (terms["bias"] is None),
+        Local(window=size, **terms),
+        ByLength(short=Softmax(**terms), long=near[0], above=2 * size),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("bias", [None, *BIASES], ids=repr)
+def test_few_queries_at_the_borders_of_blocks(bias: Any, is_causal: bool) -> None:
+    """As many keys as whole blocks hold, one more or one less: outputs and gradients, and one head by its oracle."""
+    size = 4
+    for mechanism in of_blocks(size, bias=bias) + of_blocks(size, bias=bias, sinks=True)[:1]:
+        if is_causal not in mechanism.traits.modes or not mechanism.traits.cross:
+            continue
+        bound = bind(mechanism)
+        for length, keys in itertools.product((1, 2, size + 1), (4, 5, 7, 8, 9, 12, 13)):
+            inputs = [x.requires_grad_() for x in qkv(length, keys)]
+            fast = gradients(bound, inputs, is_causal=is_causal)
+            with implementation("reference"):
+                plain = gradients(bound, inputs, is_causal=is_causal)
+            name = f"{mechanism!r}, {length} x {keys}"
+            for a, b in zip(fast, plain, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+            with torch.no_grad():  # other passes than with gradients
+                found = bound(*inputs, is_causal=is_causal)
+                one = expected(mechanism, [x[1] for x in inputs], bound.w, [1], is_causal, None)
+            torch.testing.assert_close(found[1, 1:], one, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

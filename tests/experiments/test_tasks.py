@@ -127,6 +127,8 @@ def test_texts_of_numbers_stay_texts_in_tables(own: Path) -> None:
         ("classify own.txt", "must end in .csv"),
         ("Sequences(path='own.csv', label='kind')", "no column is called kind; there are: sequence, label"),
         ("classify one.csv", "needs 2 labels"),
+        ("classify twice.csv", "columns 1 and 3 are both called 'text': rename one"),
+        ("classify case.csv", "Text and TEXT differ in case only"),
         ("classify gap.csv", "row 2: the sequence or its label is empty"),
         ("protein-mlm own.txt", "line 1: residues before the first header"),
         ("protein-mlm nopackage", "neither a file here nor an installed Debian package"),
@@ -138,6 +140,8 @@ def test_texts_of_numbers_stay_texts_in_tables(own: Path) -> None:
 )
 def test_what_is_refused(text: str, words: str, own: Path) -> None:
     Path("one.csv").write_text("text,label\nab,1\ncd,1\n")
+    Path("twice.csv").write_text("text,label,text\nab,1,cd\n")
+    Path("case.csv").write_text("Text,label,TEXT\nab,1,cd\n")
     Path("gap.csv").write_text("text,label\nab,1\n,1\n")
     Path("dna.fasta").write_text(f">one\n{'ACGT' * 20}\n>two\n{'GATTACA' * 20}\n")
     with pytest.raises(ValueError, match=words):

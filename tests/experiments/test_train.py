@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from experiments import models, tasks, train
+from experiments.arguments import Arguments, YesNo
 from experiments.models import Model
 from experiments.tasks import IGNORED
 from experiments.train import Diverged, Outcome, TrainingSettings, config_for, read_log
@@ -222,11 +223,33 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         with pytest.raises(ValueError, match=words):
             config_for(TASK, **settings)
     for arguments, words in (
-        ([], "name a task"), (["nothing"], "no task is called"), (["copy", "--width", "7"], "multiple of heads"),
+        ([], "name a task"), (["nothing"], "no task or value is called"), (["()"], "'()' is not a task. There are"),
+        (["copy", "--width", "7"], "multiple of heads"),
         (["copy", "--mechanism", "FNet", "--positions", "none"], "causal"),
     ):  # fmt: skip
         assert train.main([*arguments, "--out", str(tmp_path / "none")]) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("of", ["experiments", "benchmarks"])
+def test_no_command_line_takes_an_option_twice(of: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse alone takes the last in silence: every command line here is an ``Arguments``."""
+    for path in (ROOT / of).rglob("*.py"):
+        assert "= argparse.ArgumentParser(" not in path.read_text(), path
+    parser = Arguments()
+    parser.add_argument("--mechanisms", nargs="+")
+    parser.add_argument("--causal", action=YesNo)
+    parser.add_argument("--seed", type=int, default=3)
+    for _ in range(2):
+        assert parser.parse_args(["--seed", "1", "--no-causal"]).seed == 1
+    for words, said in (
+        ("--seed 1 --seed=2", "--seed is given twice, 1 and 2"),
+        ("--mechanisms A B --mechanisms C", "given twice, ['A', 'B'] and ['C']"),
+        ("--causal --no-causal", "given twice, --causal and --no-causal"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words.split())
+        assert said in capsys.readouterr().err
 
 
 def test_the_command_trains_and_resumes_with_the_runs_own_settings(

@@ -121,4 +121,6 @@ FAULTS = [
           "return x if x.stride(-1) == 1 else x.contiguous()", "return x", LAW + "'of_a_setting and Hybrid'"),
     Fault("a mechanism reads a cache of fewer heads as it is", DECODING, "if not part.mechanism.shares_cache:", "if False:",
           "tests/test_grouped.py -k 'decoded_as and ByLength'"),
+    Fault("a block that is no neighbour counts as near for one query", "mechanisms/hybrid/fast.py", "plan.start <= plan.behind:",
+          "plan.start <= plan.left:", "tests/biases/test_biases.py -k 'borders and None-True'"),
 ]  # fmt: skip

@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from fast_attention import Attention, Mixer, MultiheadAttention, Unsupported, catalogue, exporting, extras, swap
+from fast_attention import (
+    Attention,
+    Mixer,
+    MultiheadAttention,
+    TokenMixer,
+    Unsupported,
+    catalogue,
+    exporting,
+    extras,
+    swap,
+)
 from fast_attention.engine import scan
 from fast_attention.lab import command_line, export
 from fast_attention.lab.open_model import opened
@@ -274,10 +284,10 @@ SHORT: dict[str, dict[str, int]] = {  # exporting takes its time layer by layer
 }
 
 
-def folder(kind: str, mechanism: str, path: Path) -> Any:
+def folder(kind: str, mechanism: str, path: Path, **settings: Any) -> Any:
     from tests.integrations.test_swap import build
 
-    model = build(kind, **SHORT.get(kind, {"num_hidden_layers": 1})).eval()
+    model = build(kind, **{**SHORT.get(kind, {"num_hidden_layers": 1}), **settings}).eval()
     assert swap(model, mechanism).replaced
     model.save_pretrained(path)
     return model
@@ -325,6 +335,13 @@ def test_a_program_of_torch_export(tmp_path: Path, capsys: pytest.CaptureFixture
     assert exporting.difference(wanted, exporting.load(tmp_path / "out.pt2")(inputs)[0]) < export.TOLERANCE
 
 
+def test_a_model_of_fewer_tokens_than_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --length the example is as long as the model takes."""
+    folder("Bert", "LinearAttention", tmp_path, max_position_embeddings=9)
+    assert command_line.run(["export", str(tmp_path)]) == 0
+    assert "model.pt2: reads" in told(capsys)
+
+
 def test_sequences_packed_in_one_row_are_refused(tmp_path: Path) -> None:
     model = opened(folder("Llama", "LinearAttention", tmp_path)).module
     sizes = {"input_ids": {1: Dim("length", min=2, max=64)}}
@@ -355,6 +372,7 @@ def test_what_cannot_be_exported_is_one_line(
 ) -> None:
     folder("Bert", "LinearAttention", tmp_path / "good")
     folder("Bert", "Manhattan(normalize='l1')", tmp_path / "denied")
+    folder("Bert", "LinearAttention", tmp_path / "single", max_position_embeddings=1)
     (tmp_path / "none").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "no such"}))
@@ -369,6 +387,7 @@ def test_what_cannot_be_exported_is_one_line(
         ([good, "--opset", "20"], "give --onnx"),
         ([good, "--length", "129"], "at most 128 tokens"),
         ([good, "--length", "1"], "--length"),
+        ([str(tmp_path / "single")], "takes 1 tokens at most: no length can be left open"),
     ):
         assert command_line.run(["export", *arguments]) == 2, arguments
         out, err = capsys.readouterr()
@@ -385,6 +404,67 @@ def test_every_attention_and_mixer_is_tried() -> None:
     kinds = {type(parameter.values[0]).__name__ for parameter in granted()}
     assert kinds == {name for name in catalogue.names() if catalogue.default(name).traits.export}
     assert {Attention, Mixer} == {Attention if isinstance(p.values[0], Attention) else Mixer for p in granted()}
+
+
+def example(rows: int, length: int, **others: Any) -> dict[str, Any]:
+    return {"x": torch.randn(rows, length, 16), **others}
+
+
+BATCH, LENGTH, FROM_8 = Dim("batch", min=1, max=64), Dim("length", min=2, max=32), Dim("length", min=8, max=512)
+OPEN = {"x": {0: BATCH, 1: LENGTH}}
+ALIKE = {"query": {1: LENGTH}, "key": {1: LENGTH}, "value": {1: LENGTH}}
+CROSS = {"query": {1: LENGTH}, "key": {1: Dim("keys", max=9)}, "value": {1: Dim("values", max=9)}}
+PAIR = {name: torch.randn(2, length, 16) for name, length in (("query", 5), ("key", 7), ("value", 7))}
+UNFIT = {
+    "one text": (example(1, 24), OPEN, "x has size 1 along 'batch', which is open: give an example of 2 or more"),
+    "no text": (example(0, 24), OPEN, "x has size 0 along 'batch', which is open: give an example of 2 or more"),
+    "one token": (example(2, 1), OPEN, "x has size 1 along 'length', which is open: give an example of 2 or more"),
+    "no token": (example(2, 0), OPEN, "x has size 0 along 'length', which is open: give an example of 2 or more"),
+    "by itself": (example(1, 24), {"x": {0: Dim.AUTO}}, "x has size 1 along 'axis 0', which is open: give an"),
+    "too few": (example(2, 5), {"x": {1: FROM_8}}, "x has size 5 along 'length', which is open from 8 to 512: give"),
+    "too many": (example(2, 33), OPEN, "x has size 33 along 'length', which is open from 2 to 32: give an example"),
+    "no axis": (example(2, 24), {"x": {3: BATCH}}, "open_sizes names axis 3 of x, whose shape is (2, 24, 16)"),
+    "no tensor": ({"x": [1]}, OPEN, "x must be a torch.Tensor; got list"),
+    "longer than the model": (example(2, 40), {"x": {1: FROM_8}}, "at most max_len=32 tokens and got 40"),
+    "beyond the model": (example(2, 24), {"x": {1: FROM_8}}, "What would work: length = Dim('length', min=8, max=32)"),
+    "always the same": (example(2, 24), {"x": {2: Dim("width", max=64)}}, "(16). What would work: width = 16"),
+    "another input": (
+        example(2, 24, y=torch.ones(2)),
+        OPEN,
+        "does not take its example: TypeError: TokenMixer",
+    ),
+    "another dtype": ({"x": torch.ones(2, 24, 16).long()}, OPEN, "x is torch.int64: give float32"),
+    "one name for two": (
+        PAIR,
+        ALIKE,
+        "key has size 7 along 'length' and query has 5: give",
+    ),
+    "two names for one": (PAIR, CROSS, "must always be equal"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_an_example_that_does_not_fit_is_told_in_one_line(case: str, tmp_path: Path) -> None:
+    """Of the size that is to stay open, in the caller's words, not cut off in the middle of a word."""
+    given, sizes, words = UNFIT[case]
+    module: Any = TokenMixer(16, 2, "Linformer(rank=4)", max_len=32)
+    if "query" in given:
+        module = MultiheadAttention(16, 2, batch_first=True)
+    with pytest.raises((ValueError, TypeError, Unsupported), match=re.escape(words)) as refused:
+        exporting.save(module.eval(), given, tmp_path / "model.pt2", sizes)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert "error above" not in message
+    assert len(message) < 600
+    assert not list(tmp_path.iterdir())
+
+
+def test_equal_sizes_of_an_example_stay_apart() -> None:
+    module = TokenMixer(16, 2, "Local(window=4)").eval()
+    exported = exporting.program(module, example(16, 16), OPEN)
+    for rows, length in ((1, 16), (3, 2), (16, 31)):
+        x = example(rows, length)
+        torch.testing.assert_close(exported.module()(**x), module(**x))
 
 
 def test_open_sizes_of_no_input_are_refused(tmp_path: Path) -> None:

@@ -306,6 +306,9 @@ def test_a_config_that_was_changed_is_refused(tmp_path: Path) -> None:
     refused("FavorPlus(num_features=16)", "Favor++(num_features=16)", "Favor")
     refused("FavorPlus(num_features=16)", "LARA(num_landmarks=4)", "LARA: not here; nearest is FavorPlus")
     refused('"sha256"', '"sha512"', "sha256")
+    place.write_text(text.replace('"sha256"', '"format": "another", "sha256"'))
+    with pytest.raises(ValueError, match="'format' stands twice in an object, as 'fast-attenti"):
+        from_pretrained(tmp_path)
     place.write_text("[1]")
     with pytest.raises(ValueError, match=str(tmp_path)):
         from_pretrained(tmp_path)

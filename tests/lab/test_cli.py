@@ -54,6 +54,10 @@ BAD = {
     "out is a dead link": (["compare", "--model", "gaussian", "--out", "link"], "link to nowhere, which is not there"),
     "out is no text": (["compare", "--model", "gaussian", "--out", "caf\udce9"], "--out 'caf\\udce9': the name is not"),
     "out is in a file": (["compare", "--model", "gaussian", "--out", "file/a"], "--out file/a"),
+    "shapes of many digits": (["advise", "2x" + "9" * 5000], "both at least 1 and below 10^9, such as 8x64"),
+    "no name in list": (["list", "a b:c"], "'a b:c' is not a mechanism"),
+    "half a call in list": (["list", "Local("], "'Local(' is not a mechanism"),
+    "printed name in check": (["check", "FAVOR+"], "Performer: FavorPlus()"),
     "no shapes": (["advise", "0x64"], "HEADSxWIDTH"),
     "no model, but shapes": (["advise", "."], "heads and their width, such as 8x64"),
     "shapes read nothing": (["advise", "8x64", "--text", "a"], "reads nothing"),
@@ -62,6 +66,11 @@ BAD = {
     "protein-mini": (["check", "protein-mini"], "protein-mini is in experiments/data"),
     "export to a folder": (["export", "nowhere", "--out", "folder.pt2"], "--out folder.pt2: a folder has that name"),
     "unknown option": (["compare", "--lenghts", "3"], "(see fast-attention compare --help)"),
+    "an option twice": (["advise", "2x4", "--length", "4", "--length=5"], "'--length': it is given twice, 4 and 5"),
+    "both of two flags": (["compare", "--causal", "--no-causal"], "given twice, --causal and --no-causal"),
+    "two mechanisms": (["convert", "nowhere", "--mechanism", "Local, FNet"], "Local() and FNet() are 2: give one"),
+    "no mechanism": (["convert", "nowhere", "--mechanism", "()"], "'()' is not a mechanism"),
+    "a key twice": (["check", "twice"], "config.json cannot be loaded: 'layers' stands twice in an object, as 1 and 2"),
     "unknown command": (["compere"], "Did you mean 'compare'"),
     "unknown in list": (["list", "FavorPlos"], "Did you mean FavorPlus"),
     "unknown in check": (["check", "FavorPlos"], "Did you mean FavorPlus"),
@@ -87,6 +96,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "folder.pt2").mkdir()
+    (tmp_path / "twice").mkdir()
+    (tmp_path / "twice" / "config.json").write_text('{"layers": 1, "layers": 2}')
     os.mkfifo(tmp_path / "pipe")
     arguments, words = BAD[case]
     code, out, err = run(capsys, *arguments)
@@ -95,7 +106,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert err.count("\n") == 1, err
     assert len(err) < 3000
     assert words in err
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.pt2", "link", "pipe"}
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.pt2", "link", "pipe", "twice"}
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from fast_attention.conformance.under_test import AttentionUnderTest as Attentio
 from fast_attention.conformance.under_test import of as of
 from fast_attention.conformance.under_test import resolve as resolve
 from fast_attention.conformance.under_test import third_party as third_party
+from fast_attention.refusals import is_module
 
 ESSENTIAL: tuple[Law, ...] = (
     independence.future,
@@ -114,7 +115,9 @@ def check_model(
 
     Raises:
         ValueError: It is neither.
+        TypeError: It is no ``nn.Module``, such as a name.
     """
+    is_module("model", model)
     subject, modes = (
         whole_model.of(model, causal=causal, length=length),
         {module: module.training for module in model.modules()},

@@ -28,6 +28,7 @@ from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.integrations.randomness import restored_generators
 from fast_attention.integrations.swapping import pretrained
 from fast_attention.mechanism import Mechanism, Unsupported
+from fast_attention.refusals import is_module
 
 Groups = Mapping[str, Sequence[Batch]]  # what is held out; "" is the name of all if they are not in groups
 Held = Mapping[str, Sequence[HeldOutBatch]]
@@ -84,6 +85,7 @@ def convert(
     settings = ConversionSettings() if settings is None else settings
     if not isinstance(settings, ConversionSettings):
         raise TypeError(f"settings are ConversionSettings(...); got {settings!r}")
+    is_module("model", model)
     name = type(model).__name__
     if "" not in pretrained(model):
         raise Unsupported(

@@ -10,6 +10,7 @@ from fast_attention.integrations.positions import Extension, extend_rotary, exte
 from fast_attention.integrations.swapping import pretrained
 from fast_attention.mechanism import Unsupported
 from fast_attention.nn.bound import Bound
+from fast_attention.refusals import is_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +46,7 @@ def extend(
             weights are for fewer tokens. The model is unchanged.
         ValueError: The model reads ``positions`` tokens already, or ``method`` is for another kind of positions.
     """
+    is_module("model", model)
     parts = pretrained(model)
     if len(parts) != 1:
         held = f"{len(parts)} Hugging Face models: extend each" if parts else "no Hugging Face model"

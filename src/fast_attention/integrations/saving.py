@@ -105,6 +105,8 @@ def from_pretrained(
         raise FileNotFoundError(errno.ENOENT, f"{local} holds no swapped model", "config.json")
     hub_settings = {name: settings[name] for name in HUB if name in settings}
     try:
+        if local.is_dir():
+            files.decoded((local / "config.json").read_text(encoding="utf-8"))  # transformers takes the last of a name
         config: Any = PreTrainedConfig.get_config_dict(folder, **hub_settings)[0]
         if config.get(RECORD, {}).get("quant_method") != NAME:
             raise ValueError("config.json names no mechanisms; transformers loads exact models")

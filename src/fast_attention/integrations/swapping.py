@@ -20,6 +20,7 @@ from fast_attention.integrations.report import Layer, Report, listed, nothing_sw
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
 from fast_attention.nn.token_mixer import TokenMixer
+from fast_attention.refusals import is_module
 
 OURS = (MultiheadAttention, TokenMixer)
 MODELS = "transformers.modeling_utils"
@@ -60,7 +61,9 @@ def swap(
             exact attention, also where it had been swapped before. Or padding cannot be skipped.
         ValueError: ``mechanism`` names none, one of several patterns fits no layer, the model does not take ``probe``,
             a mechanism needs ``max_len``, or ``exact_up_to`` is neither a number from 1 on nor ``"auto"``.
+        TypeError: ``model`` is no ``nn.Module``, such as a name; or ``mechanism`` is a class, such as ``Local``.
     """
+    is_module("model", model)
     checks.flag("skip_padding", skip_padding)
     if exact_up_to is not None:
         crossover.check(exact_up_to)
@@ -143,6 +146,7 @@ def swap_back(model: nn.Module) -> bool:
     Returns:
         Whether anything had been swapped.
     """
+    is_module("model", model)
     with restored_generators(model):
         any_undone = torch_nn.swap_back(model) | timm.swap_back(model)
         kind = getattr(sys.modules.get(MODELS), "PreTrainedModel", ())

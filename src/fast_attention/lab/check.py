@@ -15,9 +15,8 @@ from fast_attention.lab import options
 from fast_attention.lab.options import KINDS, at_work
 
 if TYPE_CHECKING or at_work():
-    from fast_attention import conformance
+    from fast_attention import catalogue, conformance
     from fast_attention.integrations import swap
-    from fast_attention.known_names import known
     from fast_attention.lab import inputs, loading, tables
     from fast_attention.lab.inputs import InputError
 
@@ -48,7 +47,7 @@ def check_command(
         else:
             model = loading.load(target)
             if mechanism is not None:
-                print(swap(model, inputs.mechanisms([mechanism])[0]), file=sys.stderr)
+                print(swap(model, inputs.mechanism(mechanism)), file=sys.stderr)
             report = conformance.check_model(model.to(where))
     if as_json:
         print(json.dumps([asdict(finding) for finding in report.findings], indent=1))
@@ -60,7 +59,7 @@ def check_command(
 def _is_attention(target: str) -> bool:
     """Whether a name means a mechanism, which begins with a capital, or a factory; a path that exists is a model."""
     name = target.split("(")[0].strip()
-    named = name.isidentifier() and (name[0].isupper() or known(name) is not None)
+    named = (name.isidentifier() and name[0].isupper()) or catalogue.elsewhere(name) != ""
     return not Path(target).exists() and (":" in target or named)
 
 

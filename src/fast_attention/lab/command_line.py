@@ -11,6 +11,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from fast_attention import __version__
 from fast_attention.lab import options, refusals
@@ -61,6 +62,27 @@ def run(arguments: list[str]) -> int:
         return refusals.refuse(*known)
 
 
+class _Command(TyperCommand):
+    """A command whose options are given once each, but for those that take several values."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse an option that is given twice, of which only one would count."""
+        order: list[Any] = self.make_parser(ctx).parse_args([*args])[2]
+        for option in order:
+            if order.count(option) > 1 and not getattr(option, "multiple", True):
+                names = [*option.opts, *option.secondary_opts]
+                given = [_value(args, i) for i, word in enumerate(args) if word.split("=")[0] in names]
+                raise typer.BadParameter(f"it is given twice, {' and '.join(given)}: leave one out", ctx, option)
+        return super().parse_args(ctx, args)
+
+
+def _value(args: list[str], i: int) -> str:
+    """What an option's word gives: its value, or the word itself where it is a flag."""
+    name, has_value, value = args[i].partition("=")
+    following = args[i + 1] if i + 1 < len(args) and not args[i + 1].startswith("--") else name
+    return value if has_value else following
+
+
 def _app() -> typer.Typer:
     """Build the application of all commands; none of their libraries is imported for that."""
     app = typer.Typer(
@@ -72,7 +94,7 @@ def _app() -> typer.Typer:
     )
     app.callback()(_any_command)
     for name, module in COMMANDS.items():
-        app.command(name)(options.taken(f"fast_attention.lab.{module}", f"{name}_command"))
+        app.command(name, cls=_Command)(options.taken(f"fast_attention.lab.{module}", f"{name}_command"))
     return app
 
 

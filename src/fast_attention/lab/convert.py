@@ -85,7 +85,7 @@ def convert_command(
     if budget is not None:
         raise InputError("--budget is gone: --keep-layers 0,5 keeps the layers that you name exact")
     with inputs.refusing(TypeError, Diverged), inputs.alone(out):
-        kind = inputs.mechanisms([mechanism])[0]
+        kind = inputs.mechanism(mechanism)
         checkpoint, path = out / CHECKPOINT, out / Converted.data
         inputs.results([] if restart else [checkpoint, path], out, "a conversion", resume=resume, restart=restart)
         inputs.threads(threads or measure.useful_threads())

@@ -46,7 +46,9 @@ def export_command(
     out: Annotated[
         Path | None, typer.Option(help="The file. Default: model.onnx or model.pt2 in the model's folder, or here.")
     ] = None,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of the example that is traced.")] = TRACED,
+    length: Annotated[
+        int | None, typer.Option(min=2, help=f"Tokens of the example that is traced. Default: {TRACED} or less.")
+    ] = None,
     opset: Annotated[int | None, typer.Option(min=18, help="Version of ONNX's operators. Default: torch's.")] = None,
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Largest difference from the model, as a fraction of its largest output.")
@@ -61,6 +63,7 @@ def export_command(
     _refuse(path, suffix, as_onnx, opset)
     try:
         model = opened(loading.load(name, head="saved"))
+        length = min(TRACED, model.longest or TRACED) if length is None else length
         if model.longest is not None and length > model.longest:
             raise InputError(f"--length {length}: the model takes at most {model.longest} tokens")
         with files.atomic_group(path) as draft, progress.counted(1 + len(LENGTHS)) as watch:

@@ -55,6 +55,14 @@ def mechanisms(texts: list[str]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
+def mechanism(text: str, option: str = "--mechanism") -> Any:
+    """The one mechanism that an expression means."""
+    values = mechanisms([text])
+    if len(values) > 1:
+        raise InputError(f"{option} {text}: {' and '.join(map(repr, values))} are {len(values)}: give one of them")
+    return values[0]
+
+
 def every(variants: Iterable[str] = ()) -> list[Any]:
     """Every mechanism of the catalogue as it is by default, each before those of ``variants`` that are its own."""
     others = [catalogue.parse(text) for text in variants]
@@ -68,7 +76,7 @@ def _split(text: str) -> list[str]:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):  # nested too deeply, or holding a null byte
         return [text]
-    return [ast.unparse(part) for part in tree.elts] if isinstance(tree, ast.Tuple) else [text]
+    return [ast.unparse(part) for part in tree.elts] if isinstance(tree, ast.Tuple) and tree.elts else [text]
 
 
 def lengths(values: list[int], option: str = "--lengths") -> list[int]:

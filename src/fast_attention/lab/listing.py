@@ -30,7 +30,7 @@ def list_command(
     if meant and not as_json:
         print(f"{meant}\n")
     if name:
-        chosen = inputs.mechanisms([meant.write if meant else name])
+        chosen = inputs.mechanisms([meant.write if meant else catalogue.own_name(name) or name])
     else:
         chosen = [catalogue.default(each) for each in catalogue.names()]
     if as_json:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import re
 import warnings
 from pathlib import Path
@@ -191,8 +190,8 @@ def _config(folder: Path, name: str) -> dict[str, Any]:
         InputError: It cannot be read, or is no JSON object.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = files.decoded((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise InputError(f"{name}: config.json cannot be loaded: {first_line(error)}") from error
     if not isinstance(config, dict):
         raise InputError(f"{name}: config.json holds no JSON object, so no model's settings")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from fast_attention.integrations.probing import probe_inputs
+from fast_attention.mechanism import Unsupported
 
 ROWS = 1024  # the largest batch of an exported program
 
@@ -56,7 +57,7 @@ def opened(model: Any) -> OpenModel:
     """A model of transformers, in float32 and evaluation mode.
 
     Raises:
-        Unsupported: It reads neither tokens nor pixels.
+        Unsupported: It reads neither tokens nor pixels, or one token at most.
     """
     model = model.float().eval()
     probe = {name: x for name, x in probe_inputs(model).items() if isinstance(x, Tensor)}
@@ -69,6 +70,8 @@ def opened(model: Any) -> OpenModel:
 
         return OpenModel(_OfPixels(model), pixels, {"pixel_values": {0: batch}}, None, False)
     longest, vocabulary = _longest(model), model.config.get_text_config().vocab_size
+    if longest is not None and longest < 2:
+        raise Unsupported(f"{type(model).__name__} takes {longest} tokens at most: no length can be left open")
     names = ["input_ids", *["attention_mask"] * ("attention_mask" in inspect.signature(model.forward).parameters)]
     sizes = {name: {0: batch, 1: _length("length", longest)} for name in names}
     if "decoder_input_ids" in probe:

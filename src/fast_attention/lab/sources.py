@@ -7,7 +7,7 @@ import re
 from fast_attention.lab import capture, corpus, loading
 from fast_attention.lab.inputs import InputError
 
-_SHAPES = re.compile(r"(\d+)x(\d+)")
+_SHAPES = re.compile(r"([0-9]+)x([0-9]+)")
 
 
 def source(model: str | None, text: str | None, seed: int, longest: int = 0) -> capture.Source:
@@ -24,9 +24,9 @@ def source(model: str | None, text: str | None, seed: int, longest: int = 0) -> 
             raise InputError(f"--model {model} reads nothing: leave out --text")
         if sizes is None:
             return capture.Gaussian(seed=seed)
+        if not all(0 < len(size.lstrip("0")) < 10 for size in sizes.groups()):
+            raise InputError(f"{model}: write HEADSxWIDTH, both at least 1 and below 10^9, such as 8x64")
         heads, width = map(int, sizes.groups())
-        if heads < 1 or width < 1:
-            raise InputError(f"{model}: write HEADSxWIDTH, both at least 1, such as 8x64")
         return capture.Gaussian(heads, width, seed)
     try:
         name = model or loading.default_model()

@@ -17,6 +17,7 @@ from torch import Tensor
 from fast_attention import checks, decoding, packed
 from fast_attention.decoding import State
 from fast_attention.engine import dispatch
+from fast_attention.expressions import in_words
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.packed import CuSeqlens, Described, Lengths, Packing
 from fast_attention.parallel.agreeing import agreed
@@ -42,7 +43,9 @@ def strategy(mechanism: Mechanism[Any, Any], is_causal: bool, *, masked: bool = 
     return WINDOWS if isinstance(mechanism, Windowed) and not counts else HEADS
 
 
-def _refused(mechanism: Mechanism[Any, Any]) -> Unsupported:
+def _refused(mechanism: Mechanism[Any, Any]) -> Unsupported | TypeError:
+    if not isinstance(mechanism, Mechanism):
+        return TypeError(f"mechanism is a value, such as Local(window=64); got {in_words(mechanism)}")
     return Unsupported(
         f"{mechanism!r} mixes whole tokens and has no heads to spread over processes. What would work: an attention, "
         "such as LinearAttention(), Local() or Softmax(), or one process"
@@ -76,6 +79,8 @@ def attend(
         ValueError: Sizes do not fit, or processes differ in more than their tokens. All processes raise, also those
             whose own arguments are sound: a process that goes on alone would wait for ever.
     """
+    if not isinstance(mechanism, Attention):
+        raise _refused(mechanism)
     sequences, error = _checked(
         lambda: mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask), cu_seqlens, lengths
     )
@@ -115,6 +120,8 @@ def decode(
             divide.
         ValueError: As in ``attend``, on all processes; or the state is another mechanism's.
     """
+    if not isinstance(mechanism, Attention):
+        raise _refused(mechanism)
     if mechanism.traits.memory is None:
         raise mechanism.refuse("decoding", "memory")
     _, error = _checked(lambda: mechanism.check(mechanism.traits, q, k, v, True, key_mask))

@@ -14,6 +14,7 @@ from fast_attention.mechanism import Mixer, Unsupported
 from fast_attention.parallel.attending import strategy
 from fast_attention.parallel.shards import Shards, member_of, shards
 from fast_attention.parallel.windows import Windowed
+from fast_attention.refusals import is_module
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -75,6 +76,7 @@ def parallelize(model: Model, mesh: Any) -> Model:
             mixes whole tokens.
         ValueError: The mesh has several dimensions, no layer can be spread, or processes hold different weights.
     """
+    is_module("model", model)
     group = mesh
     if isinstance(mesh, dist.device_mesh.DeviceMesh):
         if mesh.ndim != 1:

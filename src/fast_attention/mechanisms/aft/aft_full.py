@@ -193,7 +193,7 @@ class AFTFull(Attention[PositionBias | FactoredBias, None]):
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            at_least(self, "rank", self.rank, 1)
+            at_least(self, "rank", self.rank, 1, nothing="AFTSimple()")
 
     def weights(self, shape: Shape) -> PositionBias | FactoredBias:
         """Biases, or both factors of them, from N(0, 0.01^2)."""

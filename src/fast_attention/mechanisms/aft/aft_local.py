@@ -376,7 +376,7 @@ class AFTLocal(Attention[Band, WindowState]):
     )
 
     def __post_init__(self) -> None:
-        at_least(self, "window", self.window, 1)
+        at_least(self, "window", self.window, 1, nothing="AFTSimple()")
 
     def weights(self, shape: Shape) -> Band:
         """Biases from N(0, 0.01^2)."""

@@ -69,7 +69,7 @@ class Adapted(Attention[Deltas, Any]):
             raise ValueError(
                 f"Adapted(mechanism={self.mechanism!r}): {self.mechanism!r} {takes}; give one such as Local()"
             )
-        at_least(self, "rank", self.rank, 1)
+        at_least(self, "rank", self.rank, 1, nothing=self.mechanism)
         one_of(self, "adapts", self.adapts, get_args(Adapts))
         if not set(self.adapts) & set(reads := self.mechanism.traits.reads):
             raise ValueError(f"{self!r}: {self.mechanism!r} reads {reads} only, so that nothing would be adapted")

@@ -225,7 +225,7 @@ class ByLength(Attention[Given, ByLengthState]):
             if not isinstance(part, Attention):
                 takes = "mixes whole tokens and takes no queries" if isinstance(part, Mixer) else "is no attention"
                 raise ValueError(f"ByLength({name}={part!r}): {part!r} {takes}; give one such as Softmax() or Local()")
-        at_least(self, "above", self.above, 1)
+        at_least(self, "above", self.above, 1, nothing=self.long)
         object.__setattr__(self, "_traits", _combined(self.short, self.long, self.above))
 
     @property

@@ -59,7 +59,7 @@ def near_far_attention(
     in_a_users_map = any(x.requires_grad for features in probes for x in features if x is not None)
     if dispatch.obstacle(q, k, v) or in_a_users_map or trained:  # the fused kernel gives a bias no gradient
         return reference.near_far(*tensors, maps=maps, plan=plan)
-    if plan.is_causal and q.shape[-2] == 1 and plan.start <= plan.left:
+    if plan.is_causal and q.shape[-2] == 1 and plan.start <= plan.behind:  # every key is near
         if numbers is not None:  # of the offsets of these keys
             first = plan.behind + plan.block - 1 - plan.start
             numbers = numbers[:, first : first + k.shape[-2]]
