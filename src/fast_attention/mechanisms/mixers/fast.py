@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.heads import short
 
 BLOCK = 256  # rows: the triangle on the diagonal is multiplied whole
 
@@ -21,6 +22,9 @@ def affine(
     dispatch.record("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
     if dispatch.obstacle(x):
         return _affine_plain(W, x, b)
+    if short(x[..., None, :, :]):  # all channels of all sequences side by side
+        columns = x.movedim(-2, 0)
+        return torch.addmm(b[:, None], W, columns.flatten(1)).unflatten(1, columns.shape[1:]).movedim(0, -2)
     return _AFFINE(W, x, b)  # one product for each sequence: no gradient of W per sequence, to be summed
 
 

@@ -47,7 +47,7 @@ def token_mlp(
         hidden = F.gelu(lower(W1, x) + b1[:, None])
         return lower(W2, hidden) + narrow(w.b2, length, axis=0)[:, None]
     hidden = F.gelu(affine(W1, x, w.b1))
-    return affine(W2, hidden, narrow(w.b2, length, axis=0))
+    return affine(W2, hidden, narrow(w.b2, length, axis=0)).contiguous()
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,6 +21,7 @@ from fast_attention.engine import dispatch, masks, tiled
 from fast_attention.engine.blocks import join, split
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.fused import fused_attention, open_attention
+from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
@@ -88,6 +89,8 @@ def sorted_softmax(
 ) -> Float[Tensor, "*batch rows size values"]:
     """Softmax of blocks of queries, the last ones from ``first`` on, over own and sorted keys, all of them visible."""
     why = dispatch.obstacle(q, k, v)
+    if not why and short(k.flatten(-3, -2)):
+        why = "many short sequences"
     if why:
         dispatch.record("products over own and sorted block", why, block=q.shape[-2])
         return plain_softmax(q, S, k, v, first=first, is_causal=is_causal)
@@ -171,6 +174,11 @@ def _backward(
 _tiled = CustomGradient(plain_softmax, _forward, _backward)
 
 
+def _size(k: Tensor, block_size: int) -> int:
+    """Tokens of a block; of many short sequences no more than they have, which is no padding of each to a block."""
+    return min(block_size, k.shape[-2]) if short(k) else block_size
+
+
 @in_float32
 def sinkhorn_attention(
     q: Float[Tensor, "*batch length width"],
@@ -195,7 +203,7 @@ def sinkhorn_attention(
     blocks alone (a column's sum would tell a block what later ones ask for), and block 0 sees itself only. With
     fewer queries than keys the queries are the last ones, as in decoding.
     """
-    length = q.shape[-2]
+    length, block_size = q.shape[-2], _size(k, block_size)
     lead = (k.shape[-2] - length) % block_size
     first = (k.shape[-2] - length) // block_size
     keys, values, visible = split_keys(k, v, key_mask, block_size)
@@ -223,6 +231,7 @@ def sortcut_attention(
 
     Sorted as in ``sinkhorn_attention``; blocks without a visible token are not counted.
     """
+    block_size = _size(k, block_size)
     keys, values, visible = split_keys(k, v, key_mask, block_size)
     S = block_permutation(keys, visible, P, num_iterations=num_iterations, temperature=temperature, is_causal=False)
     some = visible.any(-1)
