@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from fast_attention.engine import dispatch, numerics
 from fast_attention.engine.blocks import join, smaller, split, split_row
 from fast_attention.engine.chunked import Step, scan
+from fast_attention.engine.heads import short
 from fast_attention.engine.tracing import replaced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.mechanisms.linear import in_range, linear_state, reference
@@ -118,6 +119,8 @@ def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
         q, k, v, log_decay, mask = tokens
         advance = _advance if log_decay.shape[-1] == 1 else _advance_by_channel
         before = DecayedState(*state) if state else None
+        if before is not None and not strict and short(q) and q.shape[-2] == 1:
+            advance = _advance_by_one
         keys = _keys(phi, k, None if mask is None else mask[..., 0])
         queries, log_scale = phi(q), in_range.log_scale(keys)
         if before is not None:
@@ -149,6 +152,18 @@ def _advance(
     k = k * (total[..., None] - reached).exp().to(v.dtype)[..., None]
     logs = torch.cat([torch.zeros_like(total[..., :1]), -total.cumsum(-1)], -1)
     return _over_blocks(pairs, q * reached.exp().to(v.dtype)[..., None], k, v, logs, before, length)
+
+
+def _advance_by_one(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState, *, strict: bool
+) -> tuple[Sums, tuple[Tensor, ...]]:
+    """``_advance`` by one token of many sequences: one pass over their states adds to them, another reads them."""
+    decay = log_decay[..., 0, :].to(v.dtype)
+    factor = decay.exp()
+    z = torch.addcmul(k[..., 0, :], before.k, factor)
+    kv = (k.mT * v).addcmul_(before.kv, factor[..., None])
+    sums = Sums(q @ kv, (q @ z[..., None])[..., 0])
+    return sums, DecayedState(kv, z, before.log_scale, before.log_decay + decay)
 
 
 def _over_blocks(

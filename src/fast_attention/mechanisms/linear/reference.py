@@ -138,7 +138,8 @@ def step(q: Tensor | Logs, keys: Features | Logs, v: Tensor, state: LinearState)
         return read(q, after), after
     log_scale = torch.maximum(state.log_scale, scale.detach())
     rescale, values = (state.log_scale - log_scale).exp(), values * (scale - log_scale).exp()
-    kv = torch.addcmul(values[..., None] * v, state.kv, rescale[..., None])
+    kv = values[..., None] * v
+    kv = torch.addcmul(kv, state.kv, rescale[..., None]) if traced() else kv.addcmul_(state.kv, rescale[..., None])
     after = LinearState(kv, torch.addcmul(values, state.k, rescale), log_scale)
     return read(q, after), after
 
