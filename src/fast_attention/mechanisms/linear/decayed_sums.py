@@ -51,7 +51,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Outputs (..., L, Ev); not causal, the sums from the left and those from the right."""
     directed, empty = partial(_directed, phi=phi, normalize=normalize), None
-    if dispatch.obstacle(q, k, v, even=True) or q.shape[-2] > BLOCK:  # one block of pairs reads and makes no state
+    if dispatch.obstacle(q, k, v, even=True) or not short(q):  # a state for each would weigh more than all pairs
         empty = _empty(k, v, phi, log_decay)
     if is_causal:
         return _finished(*directed(q, k, v, log_decay, key_mask, empty, eps=eps)[0], normalize)
@@ -99,7 +99,7 @@ def _directed(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:  # fmt: skip
     """Numerators and denominators (..., L, 1) over the tokens up to each, and the state; ``strict``: before each.
 
-    Without a ``state`` at most ``BLOCK`` tokens, which are all there are: no state comes behind them either.
+    Without a ``state`` the tokens are all there are, one block at most: no state comes behind them either.
     """
     mask = None if key_mask is None else key_mask.expand(k.shape[:-1])[..., None]
     tokens, step = [q, k, v, log_decay, mask], _step(phi, normalize, eps, strict)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow, split, split_mask
-from fast_attention.engine.heads import by_head
 from fast_attention.engine.numerics import no_less
 from fast_attention.engine.tracing import traced
 
@@ -113,7 +112,7 @@ def block_permutation(
         summary = F.pad(summary, (0, 0, 1, 0))[..., :-1, :].cumsum(-2) + keys[..., 0, :]
         count = F.pad(visible.sum(-1), (1, 0))[..., :-1].cumsum(-1) + visible[..., 0]
         summary = summary / count.clamp_min(1)[..., None]
-    scores = by_head(summary, narrow(P, blocks, axis=-1)) / temperature
+    scores = summary @ narrow(P, blocks, axis=-1) / temperature
     if is_causal:
         position = torch.arange(blocks, device=keys.device)
         return soft_permutation(scores, some[..., None, :] & (position < position[:, None]), iterations=0)
