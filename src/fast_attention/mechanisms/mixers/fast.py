@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ from fast_attention.engine.heads import short
 BLOCK = 256  # rows: the triangle on the diagonal is multiplied whole
 
 
+def side_by_side(mix: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch length width"]) -> Tensor:
+    """``mix(x)``, which takes every channel by itself: channels of many short sequences are those of one sequence."""
+    if not short(x[..., None, :, :]):
+        return mix(x)
+    columns = x.movedim(-2, 0)
+    return mix(columns.flatten(1)).unflatten(1, columns.shape[1:]).movedim(0, -2).contiguous()
+
+
 def affine(
     W: Float[Tensor, "rows length"], x: Float[Tensor, "*batch length width"], b: Float[Tensor, "rows"]
 ) -> Float[Tensor, "*batch rows width"]:
@@ -22,9 +31,6 @@ def affine(
     dispatch.record("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
     if dispatch.obstacle(x):
         return _affine_plain(W, x, b)
-    if short(x[..., None, :, :]):  # all channels of all sequences side by side
-        columns = x.movedim(-2, 0)
-        return torch.addmm(b[:, None], W, columns.flatten(1)).unflatten(1, columns.shape[1:]).movedim(0, -2)
     return _AFFINE(W, x, b)  # one product for each sequence: no gradient of W per sequence, to be summed
 
 

@@ -15,7 +15,7 @@ from fast_attention.engine.blocks import narrow
 from fast_attention.engine.numerics import bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
-from fast_attention.mechanisms.mixers.fast import affine, lower
+from fast_attention.mechanisms.mixers.fast import affine, lower, side_by_side
 from fast_attention.value import at_least
 
 
@@ -77,7 +77,11 @@ def spatial(
 ) -> Float[Tensor, "*batch length some"]:
     """``W gate + b`` over the tokens, channel by channel: some or all of them."""
     W, b = spatial_weights(w.W, gate.shape[-2]), narrow(w.b, gate.shape[-2], axis=0)
-    return lower(W, gate) + b[:, None] if is_causal else affine(W, gate, b)
+
+    def mix(x: Tensor) -> Tensor:
+        return lower(W, x) + b[:, None] if is_causal else affine(W, x, b)
+
+    return side_by_side(mix, gate)
 
 
 def spatial_weights(W: Tensor, length: int) -> Float[Tensor, "length length"]:

@@ -244,7 +244,8 @@ def sortcut_attention(
     keys, values, visible = split_keys(k, v, key_mask, block_size)
     S = block_permutation(keys, visible, P, num_iterations=num_iterations, temperature=temperature, is_causal=False)
     some = visible.any(-1)
-    wanted = torch.arange(1, budget + 1, device=q.device)[:, None]
+    rows = min(budget, keys.shape[-3]) if short(k) else budget
+    wanted = torch.arange(1, rows + 1, device=q.device)[:, None]
     S = ((some.cumsum(-1)[..., None, :] == wanted) & some[..., None, :]).to(S.dtype) @ S
     best = sort_blocks(S, keys, values, visible)
     if not symbolic() and key_mask is None and k.shape[-2] % block_size == 0:
