@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,25 +10,20 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.heads import short
 
 BLOCK = 256  # rows: the triangle on the diagonal is multiplied whole
 
 
-def side_by_side(mix: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch length width"]) -> Tensor:
-    """``mix(x)``, which takes every channel by itself: channels of many short sequences are those of one sequence."""
-    if not short(x[..., None, :, :]):
-        return mix(x)
-    columns = x.movedim(-2, 0)
-    return mix(columns.flatten(1)).unflatten(1, columns.shape[1:]).movedim(0, -2).contiguous()
-
-
 def affine(
-    W: Float[Tensor, "rows length"], x: Float[Tensor, "*batch length width"], b: Float[Tensor, "rows"]
+    W: Float[Tensor, "rows length"],
+    x: Float[Tensor, "*batch length width"],
+    b: Float[Tensor, "rows"],
+    *,
+    together: bool = False,
 ) -> Float[Tensor, "*batch rows width"]:
-    """``W x + b`` along the tokens, in one pass over the result."""
+    """``W x + b`` along the tokens, in one pass over the result; ``together``: one call for all sequences."""
     dispatch.record("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
-    if dispatch.obstacle(x):
+    if together or dispatch.obstacle(x):
         return _affine_plain(W, x, b)
     return _AFFINE(W, x, b)  # one product for each sequence: no gradient of W per sequence, to be summed
 

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
+from fast_attention.engine.heads import short
 from fast_attention.engine.numerics import bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
-from fast_attention.mechanisms.mixers.fast import affine, lower, side_by_side
+from fast_attention.mechanisms.mixers.fast import affine, lower
 from fast_attention.value import at_least
 
 
@@ -77,11 +78,7 @@ def spatial(
 ) -> Float[Tensor, "*batch length some"]:
     """``W gate + b`` over the tokens, channel by channel: some or all of them."""
     W, b = spatial_weights(w.W, gate.shape[-2]), narrow(w.b, gate.shape[-2], axis=0)
-
-    def mix(x: Tensor) -> Tensor:
-        return lower(W, x) + b[:, None] if is_causal else affine(W, x, b)
-
-    return side_by_side(mix, gate)
+    return lower(W, gate) + b[:, None] if is_causal else affine(W, gate, b, together=short(gate[..., None, :, :]))
 
 
 def spatial_weights(W: Tensor, length: int) -> Float[Tensor, "length length"]:
