@@ -39,4 +39,13 @@ FAULTS = [
           "tests/engine/test_opaque.py -k 'one_operation and Nystrom'"),
     Fault("few visible tokens are estimated", "mechanisms/dense/nystrom.py", "[..., None, None] <= 1", "[..., None, None] <= 0",
           "tests/dense/test_nystrom.py -k exactly"),
+    Fault("short sequences of ReLU attention go tile by tile", "mechanisms/dense/relu.py",
+          "(q.shape[-2] == 1 or short(q, k))", "q.shape[-2] == 1",
+          "tests/conformance/test_short_sequences.py -k 'as_many_tokens and ReLUAttention-all'"),
+    Fault("every short sequence is projected to slots", "mechanisms/dense/reference.py",
+          "if short(q, k, v):", "if False:",
+          "tests/conformance/test_short_sequences.py -k 'as_many_tokens and Linformer'"),
+    Fault("short sequences forget the projection of values", "mechanisms/dense/reference.py",
+          "by_head(weights, F) @ v", "by_head(weights, E) @ v",
+          "tests/fuzz/test_short_sequences.py -k is_a_call"),
 ]  # fmt: skip
