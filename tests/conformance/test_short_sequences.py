@@ -1,4 +1,6 @@
-"""Many short sequences cost no more than one sequence of as many tokens: counted in operations and bytes, not seconds.
+"""Many short sequences give what each gives alone, and cost no more than one sequence of as many tokens.
+
+Costs are counted in operations and bytes, not seconds.
 
 A product of tokens with a head's weights shows whether these are copied for every sequence: torch spreads them over the
 batch before it multiplies, and every operand counts with all the numbers that it is read with.
@@ -6,6 +8,7 @@ batch before it multiplies, and every operand counts with all the numbers that i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fast_attention import Bound, Shape, catalogue
 from fast_attention.mechanism import Attention
+from tests.cases import ATTENTIONS, CASES, bind, qkv
 
 HEADS, WIDTH, LONGEST = 2, 16, 256
 CONSTANT = 1 << 16  # bytes that a call may read and write more, whatever it holds
@@ -144,3 +148,64 @@ def test_a_copy_of_weights_for_every_sequence_is_counted() -> None:
     together = _counted(lambda: torch.bmm(x.movedim(-3, 0).flatten(1, -2), W), module)
     assert broadcast.of_weights >= 64 * W.nbytes > together.of_weights == 0
     assert broadcast.bytes > 4 * together.bytes
+
+
+def same_as_apart(module: Bound, is_causal: bool, inputs: list[Tensor], key_mask: Tensor | None) -> None:
+    """Outputs and gradients of tokens are those of each sequence alone; those of weights add up."""
+    together = _with_gradients(module, inputs, is_causal=is_causal, key_mask=key_mask)
+    apart = [
+        _with_gradients(
+            module, [x[i : i + 1] for x in inputs], is_causal=is_causal,
+            key_mask=None if key_mask is None else key_mask[i : i + 1],
+        )
+        for i in range(len(inputs[0]))
+    ]  # fmt: skip
+    tokens = 1 + len(inputs)
+    for i, (whole, *parts) in enumerate(zip(together, *apart, strict=True)):
+        _near(whole, torch.cat(parts) if i < tokens else torch.stack(parts).sum(0), together)
+
+
+def same_streams_as_apart(module: Bound, inputs: list[Tensor], key_mask: Tensor | None) -> None:
+    """Outputs of a stream, token by token, are those of each sequence alone."""
+
+    @torch.no_grad()
+    def streamed(rows: slice) -> Tensor:
+        outs, state = [], None
+        for t in range(inputs[0].shape[-2]):
+            new = [x[rows, :, t : t + 1] for x in inputs]
+            out, state = module.decode(*new, state, key_mask=None if key_mask is None else key_mask[rows, t : t + 1])
+            outs.append(out)
+        return torch.cat(outs, -2)
+
+    together = streamed(slice(None))
+    _near(together, torch.cat([streamed(slice(i, i + 1)) for i in range(len(together))]), [together])
+
+
+def _with_gradients(module: Any, inputs: list[Tensor], **options: Any) -> list[Tensor]:
+    """Outputs, and gradients of inputs and weights."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = module(*leaves, **options)
+    wanted = [*leaves, *module.parameters()]
+    return [out, *torch.autograd.grad(out.sin().sum(), wanted, allow_unused=True, materialize_grads=True)]
+
+
+def _near(x: Tensor, y: Tensor, beside: list[Tensor]) -> None:
+    """Equal to nine digits of the largest number, as quotients of small denominators have them."""
+    largest = max(float(each.detach().abs().max()) for each in beside if each.numel())
+    torch.testing.assert_close(x, y, rtol=1e-7, atol=1e-9 * (1.0 + largest))
+
+
+@pytest.mark.parametrize("mechanism", CASES, ids=repr)
+def test_a_batch_is_a_call_for_each(mechanism: Any) -> None:
+    """Three sequences of five tokens, some of them padding."""
+    module = bind(mechanism)
+    inputs = list(qkv(5, batch=3)) if isinstance(mechanism, Attention) else [qkv(5, batch=3, width=16)[0][:, 0]]
+    masks = [None, torch.arange(5) < torch.tensor([[5], [2], [3]])] if mechanism.traits.padding else [None]
+    for is_causal, key_mask in itertools.product(mechanism.traits.modes, masks):
+        same_as_apart(module, is_causal, inputs, key_mask)
+
+
+@pytest.mark.parametrize("mechanism", [m for m in ATTENTIONS if m.traits.memory is not None], ids=repr)
+def test_steps_of_a_batch_are_steps_for_each(mechanism: Any) -> None:
+    """Three sequences of eighteen tokens, one by one."""
+    same_streams_as_apart(bind(mechanism), list(qkv(18, batch=3)), None)

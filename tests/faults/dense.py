@@ -47,5 +47,5 @@ FAULTS = [
           "tests/conformance/test_short_sequences.py -k 'as_many_tokens and Linformer'"),
     Fault("short sequences forget the projection of values", "mechanisms/dense/reference.py",
           "by_head(weights, F) @ v", "by_head(weights, E) @ v",
-          "tests/fuzz/test_short_sequences.py -k is_a_call"),
+          "tests/conformance/test_short_sequences.py -k is_a_call"),
 ]  # fmt: skip

@@ -116,11 +116,11 @@ FAULTS = [
           "tests/conformance/test_short_sequences.py -k 'as_many_tokens and FavorPlus-all'"),
     Fault("pairs of short sequences forget the keys' scales", "mechanisms/linear/reference.py",
           "largest_is_one(q, log_scale[..., None, :])", "largest_is_one(q, 0.0 * log_scale[..., None, :])",
-          "tests/fuzz/test_short_sequences.py -k is_a_call"),
+          "tests/conformance/test_short_sequences.py -k is_a_call"),
     Fault("every short sequence has states that decay", "mechanisms/linear/decayed_sums.py",
           "even=True) or not short(q):", "even=True) or True:",
           "tests/conformance/test_short_sequences.py -k 'as_many_tokens and DecayedLinearAttention-all'"),
     Fault("one token of many sequences adds to states that do not decay", "mechanisms/linear/decayed_sums.py",
           "addcmul_(before.kv, factor[..., None])", "add_(before.kv)",
-          "tests/fuzz/test_short_sequences.py -k is_a_step"),
+          "tests/conformance/test_short_sequences.py -k steps_of"),
 ]  # fmt: skip
