@@ -119,8 +119,6 @@ def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
         q, k, v, log_decay, mask = tokens
         advance = _advance if log_decay.shape[-1] == 1 else _advance_by_channel
         before = DecayedState(*state) if state else None
-        if before is not None and not strict and short(q) and q.shape[-2] == 1:
-            advance = _advance_by_one
         keys = _keys(phi, k, None if mask is None else mask[..., 0])
         queries, log_scale = phi(q), in_range.log_scale(keys)
         if before is not None:
@@ -129,7 +127,10 @@ def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
             before = DecayedState(before.kv * rescale[..., None], before.k * rescale, log_scale, before.log_decay)
         factor, less = (-log_scale).exp(), numerics.factor(queries, 1.0, rows=True)
         scaled = keys.values * factor[..., None]
-        sums, after = advance(queries * less, scaled, v, log_decay, before, strict=strict)
+        if before is not None and not strict and short(q) and q.shape[-2] == 1:
+            sums, after = _advance_by_one(queries * less, scaled, v, log_decay, before)
+        else:
+            sums, after = advance(queries * less, scaled, v, log_decay, before, strict=strict)
         scale = factor[..., None] * less
         if normalize:
             return (sums.numerator, sums.denominator[..., None] + eps * scale), after
@@ -155,7 +156,7 @@ def _advance(
 
 
 def _advance_by_one(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState, *, strict: bool
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState
 ) -> tuple[Sums, tuple[Tensor, ...]]:
     """``_advance`` by one token of many sequences: one pass over their states adds to them, another reads them."""
     decay = log_decay[..., 0, :].to(v.dtype)

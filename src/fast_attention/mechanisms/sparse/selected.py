@@ -127,8 +127,7 @@ def pooled(
 
 def _sums(blocks: Float[Tensor, "*batch blocks size width"]) -> Float[Tensor, "*batch blocks width"]:
     """``blocks.sum(-2, dtype=torch.float64)``, which would make a copy of all in float64 on a CPU, head by head."""
-    few = blocks.dim() < 4 or short(blocks.flatten(-3, -2))
-    if few or dispatch.obstacle(blocks) or blocks.dtype == torch.float64:
+    if dispatch.obstacle(blocks) or blocks.dtype == torch.float64 or blocks.dim() < 4 or short(blocks.flatten(-3, -2)):
         return blocks.sum(-2, dtype=torch.float64)
     heads = blocks.flatten(0, -4)
     copy = heads.new_empty(heads.shape[1:], dtype=torch.float64)
