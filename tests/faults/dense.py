@@ -41,4 +41,13 @@ FAULTS = [
           "tests/dense/test_nystrom.py -k exactly"),
     Fault("the last queries read the first rows of a table", "mechanisms/dense/synthesizer.py",
           "first = v.shape[-2] - q.shape[-2] if is_causal else 0", "first = 0", LAW + "'queries and RandomSynthesizer'"),
+    Fault("short sequences of ReLU attention go tile by tile", "mechanisms/dense/relu.py",
+          "(q.shape[-2] == 1 or short(q, k))", "q.shape[-2] == 1",
+          "tests/conformance/test_short_sequences.py -k 'as_many_tokens and ReLUAttention-all'"),
+    Fault("every short sequence is projected to slots", "mechanisms/dense/reference.py",
+          "if short(q, k, v):", "if False:",
+          "tests/conformance/test_short_sequences.py -k 'as_many_tokens and Linformer'"),
+    Fault("short sequences forget the projection of values", "mechanisms/dense/reference.py",
+          "by_head(weights, F) @ v", "by_head(weights, E) @ v",
+          "tests/conformance/test_short_sequences.py -k is_a_call"),
 ]  # fmt: skip

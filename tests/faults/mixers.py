@@ -21,4 +21,7 @@ FAULTS = [
           "beta=float(b > 0)", "beta=0.0", "tests/mixers/test_mixers.py -k triangle"),
     Fault("a product over tokens forgets the sequences but the last", "mechanisms/mixers/fast.py",
           "beta=float(i > 0)", "beta=0.0", "tests/mixers/test_mixers.py -k product"),
+    Fault("short sequences are mixed one after another", "mechanisms/mixers/fast.py",
+          "if together or dispatch.obstacle(x):", "if dispatch.obstacle(x):",
+          "tests/conformance/test_short_sequences.py -k 'as_many_tokens and GMLP-all'"),
 ]  # fmt: skip

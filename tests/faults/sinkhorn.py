@@ -16,4 +16,10 @@ FAULTS = [
           "addmm_(d_sorted, blocks[:reach].mT)", "addmm_(d_sorted, blocks[:reach].mT, beta=0.0)", "tests/sinkhorn/test_sinkhorn.py -k tiles"),
     Fault("balancing by factors leaves out the rows", "mechanisms/sinkhorn/sorting.py", "rows = 1 / (S @ columns.mT)",
           "rows = 1 / (S @ torch.ones_like(columns).mT)", "tests/sinkhorn/test_sinkhorn.py -k factors"),
+    Fault("every short sequence is padded to a block", "mechanisms/sinkhorn/sinkhorn.py",
+          "return min(block_size, k.shape[-2]) if short(k) else block_size", "return block_size",
+          "tests/conformance/test_short_sequences.py -k 'as_many_tokens and Sinkhorn-all'"),
+    Fault("new tokens of many sequences see their block from its start", "mechanisms/sinkhorn/sinkhorn.py",
+          "[lead : lead + rows]", "[:rows]",
+          "tests/conformance/test_short_sequences.py -k steps_of"),
 ]  # fmt: skip

@@ -1,4 +1,7 @@
-"""Repeats grouped heads: fewer of keys and values than of queries (Ainslie et al. 2023, arXiv 2305.13245)."""
+"""Repeats grouped heads: fewer of keys and values than of queries (Ainslie et al. 2023, arXiv 2305.13245).
+
+Also multiplies tokens by weights of each head, without a copy of these for every short sequence.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,51 @@ from collections.abc import Callable
 from numbers import Integral
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.tracing import exporting
+
+FEW = 32  # tokens up to which a sequence is short: what is made for each sequence weighs more than its tokens
+
+
+def short(*tensors: Tensor) -> bool:
+    """Whether tokens (..., H, n, E) are several sequences, each of few tokens, for which numbers decide on a CPU."""
+    if dispatch.obstacle(*tensors):
+        return False
+    return all(x.ndim > 3 and x.shape[-2] <= FEW and x.shape[:-3].numel() > 1 for x in tensors)
+
+
+def by_head(
+    x: Float[Tensor, "*batch n width"], W: Float[Tensor, "*heads width features"]
+) -> Float[Tensor, "*batch n features"]:
+    """``x @ W`` for weights of each head.
+
+    ``torch.matmul`` copies the weights for every sequence, and so does their gradient. Of short sequences all tokens of
+    a head are the rows of one product instead.
+    """
+    if W.ndim != 3 or not short(x) or W.shape[0] != x.shape[-3]:
+        return x @ W
+    return torch.bmm(_rows(x), W).unflatten(1, (*x.shape[:-3], x.shape[-2])).movedim(0, -3)
+
+
+def summed_by_head(
+    x: Float[Tensor, "*batch n features"],
+    y: Float[Tensor, "*batch n width"],
+    like: Float[Tensor, "*heads features width"],
+    *,
+    factor: float,
+) -> Float[Tensor, "*heads features width"]:
+    """``factor x^T y``, summed over the sequences to the shape of weights ``like``: their gradient in ``by_head``."""
+    if like.ndim != 3 or not short(x, y) or len(like) != x.shape[-3]:
+        return (x.mT @ y * factor).sum_to_size(like.shape)
+    return torch.bmm(_rows(x).mT, _rows(y)) * factor
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tokens of all sequences, (..., H, n, E) as (H, ... n, E)."""
+    return x.movedim(-3, 0).flatten(1, -2)
 
 
 def divide(heads: int, **grouped: Tensor) -> None:

@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fast_attention.engine.heads import by_head
+
 
 class Terms(NamedTuple):
     """Of every head and of neighbouring offsets: ``numbers`` that are added to scores, ``vectors`` that queries meet.
@@ -62,7 +64,7 @@ def scores(
     numbers = terms.numbers[..., index]
     if terms.vectors is None:
         return numbers
-    products = q @ terms.vectors.mT * scale
+    products = by_head(q, terms.vectors.mT) * scale
     return numbers + products.gather(-1, index.expand(*products.shape[:-2], *index.shape))
 
 

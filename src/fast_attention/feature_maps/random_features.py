@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.engine.heads import by_head
 from fast_attention.engine.numerics import bounded, no_less
 from fast_attention.feature_maps.feature_map import FeatureMap, Features, Logs
 
@@ -47,7 +48,7 @@ def trigonometric(x: Tensor, W: Tensor, phase: Tensor | None = None) -> Features
     arXiv 2006.03555, section 2: features of the Gaussian kernel between the factors D.
     """
     x = bounded(x)
-    z = x @ W.to(x.dtype).mT
+    z = by_head(x, W.to(x.dtype).mT)
     if phase is None:
         values, rows = torch.cat([z.cos(), z.sin()], -1), W.shape[-2]
     else:
@@ -77,7 +78,7 @@ def positive(
     ``factor``: another logarithm than that of m^(-1/2).
     """
     x, W = bounded(x), W.to(x.dtype)
-    z = x @ (torch.cat([W, -W], -2) if hyperbolic else W).mT
+    z = by_head(x, (torch.cat([W, -W], -2) if hyperbolic else W).mT)
     if bias is not None:
         z = z + bias.to(x.dtype)
     factor = -math.log(z.shape[-1]) / 2 if factor is None else factor
@@ -86,7 +87,7 @@ def positive(
 
 def generalised(x: Tensor, W: Tensor, kernel: FeatureMap, epsilon: float) -> Features | Logs:
     """``m^(-1/2) (f(W x) + epsilon)`` for a function f of single numbers (arXiv 2009.14794, section 2.2)."""
-    z = x @ W.to(x.dtype).mT
+    z = by_head(x, W.to(x.dtype).mT)
     features = kernel.features(z)
     if isinstance(features, Logs):
         half_log = math.log(features.logs.shape[-1]) / 2

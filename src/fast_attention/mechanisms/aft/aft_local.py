@@ -26,6 +26,7 @@ from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.chunks import chunks_of
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.heads import short
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import FLOOR
@@ -251,6 +252,8 @@ def windowed(
     length, heads, reach = k.shape[-2], k.shape[-3], band.shape[-1] // 2
     shared = band.shape[0] == 1 and (band.shape[1] > 1 or heads > 1)
     size = next((size for size in (16, 32) if reach <= size), 64)
+    if short(q, k, v):  # a block of padding and one on each side of it would be most of the work
+        size = min(size, length)
     plan = Plan(shared, size, -(-reach // size) * size, is_causal, strict, any_masked)
     why = dispatch.obstacle(q, k, v, anywhere=True)
     if not why and not (shared or band.shape[1] == 1):

@@ -12,6 +12,7 @@ from torch.nn.functional import dropout as drop_weights
 from fast_attention.engine import blocks, dispatch, masks
 from fast_attention.engine.blocks import narrow, split, split_mask
 from fast_attention.engine.fused import fused_attention
+from fast_attention.engine.heads import by_head, short
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting
 
@@ -84,7 +85,12 @@ def linformer_attention(
     """
     E = narrow(E, k.shape[-2], axis=-1)
     F = E if F is None else narrow(F, k.shape[-2], axis=-1)
-    return attend_slots(q, E @ masks.drop(k, key_mask), F @ masks.drop(v, key_mask), None)
+    k, v = masks.drop(k, key_mask), masks.drop(v, key_mask)
+    if short(q, k, v):  # their pairs are fewer than one sequence's slots have numbers
+        dispatch.record("scores of pairs, projected to slots", "many short sequences", slots=E.shape[-2])
+        weights = by_head((q * q.shape[-1] ** -0.5) @ k.mT, E.mT).softmax(-1)
+        return by_head(weights, F) @ v
+    return attend_slots(q, E @ k, F @ v, None)
 
 
 @in_float32

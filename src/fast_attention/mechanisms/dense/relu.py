@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks, numerics
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
@@ -52,8 +53,8 @@ def attend(
 ) -> Float[Tensor, "*batch length values"]:
     """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``; a row without a positive score gives zeros."""
     why = dispatch.obstacle(q, k, v, even=True, anywhere=True)
-    if not why and q.shape[-2] == 1:
-        why = "one query"
+    if not why and (q.shape[-2] == 1 or short(q, k)):
+        why = "one query" if q.shape[-2] == 1 else "many short sequences"
     path = whole if why else _RULE
     if why:
         dispatch.record("all scores at once", why)

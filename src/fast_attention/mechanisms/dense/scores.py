@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fast_attention.engine.blocks import narrow
+from fast_attention.engine.heads import by_head
 
 
 class Scores(NamedTuple):
@@ -35,7 +36,7 @@ class Scores(NamedTuple):
         """All scores at once."""
         parts = []
         if self.Q is not None and self.K is not None:
-            parts.append(self.Q @ self.K.mT)
+            parts.append(by_head(self.Q, self.K.mT))
         if self.R is not None:
             parts.append(self.R if self.share is None else self.R * self.share[:, None, None])
         if self.X is not None and self.Y is not None:

@@ -22,6 +22,7 @@ from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.fused import flash_backward, flash_forward, takes_flash
+from fast_attention.engine.heads import by_head
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.opaque import opaque
 from fast_attention.engine.precision import in_float32
@@ -204,7 +205,7 @@ def dense_attention(
 
 def outer_scores(q: Float[Tensor, "*batch length width"], w: LayerPair) -> Scores:
     """``A_i,(j // b) B_i,(j mod b)`` for key j: a row of a b scores out of a + b numbers, from two dense layers."""
-    A, B = (q.relu() @ each.W + each.b[..., None, :] for each in w)
+    A, B = (by_head(q.relu(), each.W) + each.b[..., None, :] for each in w)
     return Scores(X=A, Y=B)
 
 

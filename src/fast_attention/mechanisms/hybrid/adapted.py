@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fast_attention.decoding import State
 from fast_attention.engine import dispatch
+from fast_attention.engine.heads import by_head
 from fast_attention.mechanism import Attention, Mixer, Shape, Traits
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.value import at_least, one_of
@@ -173,5 +174,5 @@ def _moved(x: Tensor, delta: Delta | None) -> Tensor:
             "heads' width, or leave them as they are by adapts='qk'"
         )
     if dispatch.served(x) and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
-        return x @ torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype, device=x.device), down, up)
-    return x + ((x @ down) @ up).to(x.dtype)
+        return by_head(x, torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype, device=x.device), down, up))
+    return x + by_head(by_head(x, down), up).to(x.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention.engine import dispatch
+from fast_attention.engine.heads import by_head
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Elementwise
@@ -39,11 +40,11 @@ def decay(k: Tensor, w: Gates, key_mask: Tensor | None) -> Decay:
     """By how much every token decays what was before it; by nothing where it is masked."""
     if w.logit.ndim > 1:
         assert w.rows is not None
-        logit = w.logit[:, None].to(k.dtype) + k @ w.rows.mT.to(k.dtype)
+        logit = w.logit[:, None].to(k.dtype) + by_head(k, w.rows.mT.to(k.dtype))
         return Decay(unmasked(F.logsigmoid(logit), key_mask, by_channel=True))
     logit = w.logit[..., None].to(k.dtype)
     if w.rows is not None:
-        logit = logit + (k @ w.rows.to(k.dtype)[..., None])[..., 0]
+        logit = logit + by_head(k, w.rows.to(k.dtype)[..., None])[..., 0]
     return Decay(unmasked(F.logsigmoid(logit).expand(k.shape[:-1]), key_mask))
 
 

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from fast_attention.engine import dispatch, numerics
 from fast_attention.engine.blocks import join, smaller, split, split_row
 from fast_attention.engine.chunked import Step, scan
+from fast_attention.engine.heads import short
 from fast_attention.engine.tracing import replaced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.mechanisms.linear import in_range, linear_state, reference
@@ -49,11 +50,13 @@ def attend(
     eps: float, is_causal: bool,
 ) -> Tensor:  # fmt: skip
     """Outputs (..., L, Ev); not causal, the sums from the left and those from the right."""
-    directed = partial(_directed, phi=phi, normalize=normalize)
+    directed, empty = partial(_directed, phi=phi, normalize=normalize), None
+    if dispatch.obstacle(q, k, v, even=True) or not short(q):  # a state for each would weigh more than all pairs
+        empty = _empty(k, v, phi, log_decay)
     if is_causal:
-        return _finished(*directed(q, k, v, log_decay, key_mask, _empty(k, v, phi, log_decay), eps=eps)[0], normalize)
-    log_scale = in_range.log_scale(_keys(phi, k, key_mask))  # one for both directions
-    empty = replaced(_empty(k, v, phi, log_decay), log_scale=log_scale)
+        return _finished(*directed(q, k, v, log_decay, key_mask, empty, eps=eps)[0], normalize)
+    if empty is not None:
+        empty = replaced(empty, log_scale=in_range.log_scale(_keys(phi, k, key_mask)))  # one for both directions
     left = directed(q, k, v, log_decay, key_mask, empty, eps=eps)[0]
     to_next = F.pad(log_decay, (0, 0, 0, 1))[..., 1:, :].flip(-2)
     mask = None if key_mask is None else key_mask.flip(-1)
@@ -70,7 +73,7 @@ def streamed(
     """Outputs of tokens behind ``state``, and the state after them."""
     state = _empty(k, v, phi, log_decay) if state is None else state
     sums, after = _directed(q, k, v, log_decay, key_mask, state, phi=phi, normalize=normalize, eps=eps)
-    return _finished(*sums, normalize), after
+    return _finished(*sums, normalize), DecayedState(*after)
 
 
 def summarise(k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap) -> DecayedState:
@@ -91,34 +94,43 @@ def combine(earlier: DecayedState, later: DecayedState) -> DecayedState:
 
 
 def _directed(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, state: DecayedState, *,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, state: DecayedState | None, *,
     phi: FeatureMap, normalize: bool, eps: float, strict: bool = False,
-) -> tuple[tuple[Tensor, Tensor], DecayedState]:  # fmt: skip
-    """Numerators and denominators (..., L, 1) over the tokens up to each; ``strict``: before each."""
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:  # fmt: skip
+    """Numerators and denominators (..., L, 1) over the tokens up to each, and the state; ``strict``: before each.
+
+    Without a ``state`` the tokens are all there are, one block at most: no state comes behind them either.
+    """
     mask = None if key_mask is None else key_mask.expand(k.shape[:-1])[..., None]
     tokens, step = [q, k, v, log_decay, mask], _step(phi, normalize, eps, strict)
-    size, why = max(LEAST, NUMBERS // max(state.k.numel(), 1)), dispatch.obstacle(q, k, v, even=True)
-    if why or q.shape[-2] <= size:
+    size = LEAST if state is None else max(LEAST, NUMBERS // max(state.k.numel(), 1))
+    why = dispatch.obstacle(q, k, v, even=True)
+    if state is None or why or q.shape[-2] <= size:
         dispatch.record("blocks side by side", why or "short", block=BLOCK)
-        (numerator, denominator), after = step(tokens, (), state)
+        (numerator, denominator), after = step(tokens, (), state or ())
     else:
         dispatch.record("chunks that hand on a state", "a long sequence", chunk=size, block=BLOCK)
         (numerator, denominator), after = scan(step, tokens, (), state, size=size)
-    return (numerator, denominator), DecayedState(*after)
+    return (numerator, denominator), after
 
 
 def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
     def step(tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]) -> Any:
         q, k, v, log_decay, mask = tokens
         advance = _advance if log_decay.shape[-1] == 1 else _advance_by_channel
-        before = DecayedState(*state)
+        before = DecayedState(*state) if state else None
         keys = _keys(phi, k, None if mask is None else mask[..., 0])
-        queries, log_scale = phi(q), torch.maximum(before.log_scale, in_range.log_scale(keys))
+        queries, log_scale = phi(q), in_range.log_scale(keys)
+        if before is not None:
+            log_scale = torch.maximum(before.log_scale, log_scale)
+            rescale = (before.log_scale - log_scale).exp()
+            before = DecayedState(before.kv * rescale[..., None], before.k * rescale, log_scale, before.log_decay)
         factor, less = (-log_scale).exp(), numerics.factor(queries, 1.0, rows=True)
-        rescale = (before.log_scale - log_scale).exp()
-        before = DecayedState(before.kv * rescale[..., None], before.k * rescale, log_scale, before.log_decay)
         scaled = keys.values * factor[..., None]
-        sums, after = advance(queries * less, scaled, v, log_decay, before, strict=strict)
+        if before is not None and not strict and short(q) and q.shape[-2] == 1:
+            sums, after = _advance_by_one(queries * less, scaled, v, log_decay, before)
+        else:
+            sums, after = advance(queries * less, scaled, v, log_decay, before, strict=strict)
         scale = factor[..., None] * less
         if normalize:
             return (sums.numerator, sums.denominator[..., None] + eps * scale), after
@@ -128,8 +140,8 @@ def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
 
 
 def _advance(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState, *, strict: bool
-) -> tuple[Sums, DecayedState]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState | None, *, strict: bool
+) -> tuple[Sums, tuple[Tensor, ...]]:
     """Of features and values in blocks: pairs inside each, the states before them across."""
     length = v.shape[-2]
     size = smaller(BLOCK, length)
@@ -143,10 +155,24 @@ def _advance(
     return _over_blocks(pairs, q * reached.exp().to(v.dtype)[..., None], k, v, logs, before, length)
 
 
+def _advance_by_one(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState
+) -> tuple[Sums, tuple[Tensor, ...]]:
+    """``_advance`` by one token of many sequences: one pass over their states adds to them, another reads them."""
+    decay = log_decay[..., 0, :].to(v.dtype)
+    factor = decay.exp()
+    z = torch.addcmul(k[..., 0, :], before.k, factor)
+    kv = (k.mT * v).addcmul_(before.kv, factor[..., None])
+    sums = Sums(q @ kv, (q @ z[..., None])[..., 0])
+    return sums, DecayedState(kv, z, before.log_scale, before.log_decay + decay)
+
+
 def _over_blocks(
-    pairs: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, before: DecayedState, length: int
-) -> tuple[Sums, DecayedState]:
+    pairs: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, before: DecayedState | None, length: int
+) -> tuple[Sums, tuple[Tensor, ...]]:
     """The sums of ``pairs`` in blocks, and of all blocks before: queries from a block's start on, keys to its end."""
+    if before is None:
+        return Sums(join(pairs @ v, length), join(pairs.sum(-1, keepdim=True), length)[..., 0]), ()
     kv, z = prefixes(LinearState(*before[:3]), k.mT @ v, k.sum(-2), logs)
     numerator = join(pairs @ v + q @ kv[..., :-1, :, :], length)
     before_chunk = (q @ z[..., :-1, :, None])[..., 0]
@@ -180,8 +206,8 @@ def pairs_by_channel(
 
 
 def _advance_by_channel(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState, *, strict: bool
-) -> tuple[Sums, DecayedState]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState | None, *, strict: bool
+) -> tuple[Sums, tuple[Tensor, ...]]:
     """``_advance`` where every feature decays by itself; blocks of a power of two."""
     length = v.shape[-2]
     size = 1 << (smaller(BLOCK, length) - 1).bit_length()

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.heads import by_head, summed_by_head
 from fast_attention.engine.numerics import LOG2E, MOST, bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
@@ -113,7 +114,7 @@ def token_features(
 
 def _plain(x: Tensor, rows: Tensor, bias: Tensor | None, *, hyperbolic: bool, factor: float) -> tuple[Tensor, Tensor]:
     x = bounded(x) * x.shape[-1] ** -0.25
-    logs = x @ (torch.cat([rows, -rows], -2) if hyperbolic else rows).mT
+    logs = by_head(x, (torch.cat([rows, -rows], -2) if hyperbolic else rows).mT)
     logs = logs if bias is None else logs + bias
     top = logs.detach().amax(-1)
     shift = top.masked_fill(top.abs() <= LARGE, 0.0)
@@ -126,10 +127,10 @@ def _forward(
     width, number = x.shape[-1], rows.shape[-2]
     scaled = (rows * (LOG2E * width**-0.25)).mT
     if hyperbolic and bias is None:
-        z = x @ scaled
+        z = by_head(x, scaled)
         values = z.new_empty(*z.shape[:-1], 2 * number)
     else:
-        values = z = x @ (torch.cat([scaled, -scaled], -1) if hyperbolic else scaled)
+        values = z = by_head(x, torch.cat([scaled, -scaled], -1) if hyperbolic else scaled)
         z = z if bias is None else z.add_(bias, alpha=LOG2E)
     log_scale = torch.linalg.vector_norm(x, dim=-1).square_().mul_(-0.5 * width**-0.5).add_(factor)
     if not _in_range(z, log_scale, hyperbolic):
@@ -158,10 +159,10 @@ def _backward(
     d_bias = None if bias is None or not bias.requires_grad else d_logs.sum_to_size(bias.shape)
     number, width = rows.shape[-2], x.shape[-1]
     dz = torch.sub(d_logs[..., :number], d_logs[..., number:]) if hyperbolic else d_logs
-    dx = (dz @ (rows * width**-0.25)).addcmul_(x, d_log_scale[..., None], value=-(width**-0.5))
+    dx = by_head(dz, rows * width**-0.25).addcmul_(x, d_log_scale[..., None], value=-(width**-0.5))
     if not float(log_scale.amin()) > -MOST:  # slope 0 beyond the bound
         dx = dx.masked_fill(x.abs() > MOST, 0.0)
-    d_rows = (dz.mT @ x * width**-0.25).sum_to_size(rows.shape) if rows.requires_grad else None
+    d_rows = summed_by_head(dz, x, rows, factor=width**-0.25) if rows.requires_grad else None
     return dx, d_rows, d_bias
 
 

@@ -44,15 +44,19 @@ def empty(keys: Features | Logs, v: Tensor) -> LinearState:
 
 def summarise(keys: Features | Logs, v: Tensor) -> LinearState:
     """The state after keys (..., S, C) and values (..., S, Ev)."""
+    values, log_scale = scaled(keys)
+    return LinearState(values.mT @ v, values.sum(-2), log_scale)
+
+
+def scaled(keys: Features | Logs) -> tuple[Tensor, Tensor]:
+    """Features of keys over ``e^log_scale``, the largest of all keys, and these log scales, as a state has them."""
     if isinstance(keys, Logs):
         log_scale = keys.logs.detach().amax(-2).clamp_min(FLOOR)
-        values = (keys.logs - log_scale[..., None, :]).exp_()
-    else:
-        values, log_scale = keys.values, torch.zeros_like(keys.values[..., 0, :1])
-        if keys.log_scale is not None:
-            log_scale = keys.log_scale.detach().amax(-1, keepdim=True)
-            values = values * (keys.log_scale - log_scale).exp()[..., None]
-    return LinearState(values.mT @ v, values.sum(-2), log_scale)
+        return (keys.logs - log_scale[..., None, :]).exp_(), log_scale
+    if keys.log_scale is None:
+        return keys.values, torch.zeros_like(keys.values[..., 0, :1])
+    log_scale = keys.log_scale.detach().amax(-1, keepdim=True)
+    return keys.values * (keys.log_scale - log_scale).exp()[..., None], log_scale
 
 
 def combine(earlier: LinearState, later: LinearState) -> LinearState:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import pad_length
+from fast_attention.engine.heads import by_head
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting
 from fast_attention.feature_maps.features import FeatureMap, Identity, as_feature_map
@@ -150,7 +151,7 @@ class LevelWeights(NamedTuple):
 
     def of(self, q: Float[Tensor, "*batch heads n width"]) -> Float[Tensor, "*batch heads n levels"]:
         """The weights of every query."""
-        return F.softplus(self.bias[:, None].to(q.dtype) + q @ self.rows.mT.to(q.dtype))
+        return F.softplus(self.bias[:, None].to(q.dtype) + by_head(q, self.rows.mT.to(q.dtype)))
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,11 +17,21 @@ from torch.nn import functional as F
 
 from fast_attention.engine import masks
 from fast_attention.engine.blocks import join, split, split_row
+from fast_attention.engine.heads import short
 from fast_attention.engine.scan import FLOOR, cummax
 from fast_attention.engine.tracing import symbolic, traced
 from fast_attention.feature_maps.feature_map import Features, Logs
 from fast_attention.mechanisms.linear import log_features
-from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, empty, prefixes, read, summarise
+from fast_attention.mechanisms.linear.linear_state import (
+    LinearState,
+    Sums,
+    empty,
+    largest_is_one,
+    prefixes,
+    read,
+    scaled,
+    summarise,
+)
 
 Kind = TypeVar("Kind", Features, Logs, Features | Logs)
 CHUNK = 128  # tokens per chunk of the causal form
@@ -38,7 +48,7 @@ def attend(
 ) -> Sums:
     """Sums of all queries; causal ones aligned to the bottom right where there are more or fewer queries than keys."""
     if not is_causal:
-        return read(q, summarise(keys, v))
+        return _pairs(q, keys, v) if short(q[0] if isinstance(q, Logs) else q, v) else read(q, summarise(keys, v))
     chunk = _chunk(q, v.shape[-2]) if chunk is None else chunk
     extra = v.shape[-2] - (q.logs if isinstance(q, Logs) else q).shape[-2]
     if extra == 0:
@@ -50,6 +60,13 @@ def attend(
     last = Logs(q.logs[..., -extra:, :]) if isinstance(q, Logs) else q[..., -extra:, :]
     sums = advance(last, keys, v, chunk=chunk)[0]
     return Sums(F.pad(sums.numerator, (0, 0, -extra, 0)), F.pad(sums.denominator, (-extra, 0)))
+
+
+def _pairs(q: Tensor | Logs, keys: Features | Logs, v: Tensor) -> Sums:
+    """``read(q, summarise(keys, v))`` of sequences so short that a state for each weighs more than all their pairs."""
+    k, log_scale = scaled(keys)
+    pairs = (largest_is_one(q, log_scale[..., None, :]) if isinstance(q, Logs) else q) @ k.mT
+    return Sums(pairs @ v, pairs.sum(-1))
 
 
 def _chunk(q: Tensor | Logs, length: int) -> int:
@@ -121,7 +138,8 @@ def step(q: Tensor | Logs, keys: Features | Logs, v: Tensor, state: LinearState)
         return read(q, after), after
     log_scale = torch.maximum(state.log_scale, scale.detach())
     rescale, values = (state.log_scale - log_scale).exp(), values * (scale - log_scale).exp()
-    kv = torch.addcmul(values[..., None] * v, state.kv, rescale[..., None])
+    kv = values[..., None] * v
+    kv = torch.addcmul(kv, state.kv, rescale[..., None]) if traced() else kv.addcmul_(state.kv, rescale[..., None])
     after = LinearState(kv, torch.addcmul(values, state.k, rescale), log_scale)
     return read(q, after), after
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fast_attention.engine.heads import by_head
 from fast_attention.engine.numerics import bounded
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
@@ -30,7 +31,7 @@ class Layer(NamedTuple):
 
     def __call__(self, x: Float[Tensor, "*batch heads n width"]) -> Float[Tensor, "*batch heads n features"]:
         """``W x + b``."""
-        return bounded(x) @ self.rows.mT.to(x.dtype) + self.bias[:, None].to(x.dtype)
+        return by_head(bounded(x), self.rows.mT.to(x.dtype)) + self.bias[:, None].to(x.dtype)
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,11 +15,15 @@ BLOCK = 256  # rows: the triangle on the diagonal is multiplied whole
 
 
 def affine(
-    W: Float[Tensor, "rows length"], x: Float[Tensor, "*batch length width"], b: Float[Tensor, "rows"]
+    W: Float[Tensor, "rows length"],
+    x: Float[Tensor, "*batch length width"],
+    b: Float[Tensor, "rows"],
+    *,
+    together: bool = False,
 ) -> Float[Tensor, "*batch rows width"]:
-    """``W x + b`` along the tokens, in one pass over the result."""
+    """``W x + b`` along the tokens, in one pass over the result; ``together``: one call for all sequences."""
     dispatch.record("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
-    if dispatch.obstacle(x):
+    if together or dispatch.obstacle(x):
         return _affine_plain(W, x, b)
     return _AFFINE(W, x, b)  # one product for each sequence: no gradient of W per sequence, to be summed
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
+from fast_attention.engine.heads import short
 from fast_attention.engine.numerics import bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
@@ -77,7 +78,7 @@ def spatial(
 ) -> Float[Tensor, "*batch length some"]:
     """``W gate + b`` over the tokens, channel by channel: some or all of them."""
     W, b = spatial_weights(w.W, gate.shape[-2]), narrow(w.b, gate.shape[-2], axis=0)
-    return lower(W, gate) + b[:, None] if is_causal else affine(W, gate, b)
+    return lower(W, gate) + b[:, None] if is_causal else affine(W, gate, b, together=short(gate[..., None, :, :]))
 
 
 def spatial_weights(W: Tensor, length: int) -> Float[Tensor, "length length"]:

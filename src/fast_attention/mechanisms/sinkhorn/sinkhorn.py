@@ -21,6 +21,7 @@ from fast_attention.engine import dispatch, masks, tiled
 from fast_attention.engine.blocks import join, split
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.fused import fused_attention, open_attention
+from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
@@ -50,14 +51,17 @@ def plain_softmax(q: Tensor, S: Tensor, k: Tensor, v: Tensor, *, first: int, is_
 
 
 def masked_softmax(
-    q: Tensor, S: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, first: int, is_causal: bool
+    q: Tensor, S: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, first: int, is_causal: bool, lead: int
 ) -> Tensor:
-    """Softmax of blocks of queries where only a fraction of a sorted key may be ``visible`` (..., blocks, size)."""
-    size, best = q.shape[-2], sort_blocks(S, k, v, visible)
+    """Softmax of blocks of queries where only a fraction of a sorted key may be ``visible`` (..., blocks, size).
+
+    Queries are whole blocks, or those from ``lead`` on of one block.
+    """
+    rows, size, best = q.shape[-2], k.shape[-2], sort_blocks(S, k, v, visible)
     unsorted = visible[..., first:, None, :]
     if is_causal:
-        unsorted = unsorted & masks.causal(size, size, q.device)
-    unsorted = unsorted.expand(*best.visible.shape[:-1], size, size)
+        unsorted = unsorted & masks.causal(size, size, q.device)[lead : lead + rows]
+    unsorted = unsorted.expand(*best.visible.shape[:-1], rows, size)
     mask = torch.cat([best.visible[..., None, :].expand(unsorted.shape), unsorted], -1)
     scores = q @ torch.cat([best.k, k[..., first:, :, :]], -2).mT * q.shape[-1] ** -0.5
     scores = scores + F.pad(best.log_fraction, (0, size))[..., None, :]
@@ -67,14 +71,17 @@ def masked_softmax(
 @opaque(like_queries)
 def own_and_sorted(
     q: Tensor, S: Tensor, k: Tensor, v: Tensor, visible: Tensor, *,
-    first: int, is_causal: bool, any_masked: bool, length: int,
+    first: int, is_causal: bool, any_masked: bool, length: int, lead: int,
 ) -> Tensor:  # fmt: skip
-    """Softmax of blocks of queries, the last ones from ``first`` on, over own and sorted keys, ``length`` in all."""
-    if not symbolic() and not any_masked and (is_causal or length % q.shape[-2] == 0):
+    """Softmax of blocks of queries, the last ones from ``first`` on, over own and sorted keys, ``length`` in all.
+
+    With ``lead`` queries of one block alone, which are not its first.
+    """
+    if not symbolic() and not any_masked and lead == 0 and (is_causal or length % q.shape[-2] == 0):
         return sorted_softmax(q, S, k, v, first=first, is_causal=is_causal)
     why = "masked or padded positions are sorted too"
-    dispatch.record("products over own and sorted block", why, block=q.shape[-2])
-    return masked_softmax(q, S, k, v, visible, first=first, is_causal=is_causal)
+    dispatch.record("products over own and sorted block", why, block=k.shape[-2])
+    return masked_softmax(q, S, k, v, visible, first=first, is_causal=is_causal, lead=lead)
 
 
 def sorted_softmax(
@@ -88,6 +95,8 @@ def sorted_softmax(
 ) -> Float[Tensor, "*batch rows size values"]:
     """Softmax of blocks of queries, the last ones from ``first`` on, over own and sorted keys, all of them visible."""
     why = dispatch.obstacle(q, k, v)
+    if not why and short(k.flatten(-3, -2)):
+        why = "many short sequences"
     if why:
         dispatch.record("products over own and sorted block", why, block=q.shape[-2])
         return plain_softmax(q, S, k, v, first=first, is_causal=is_causal)
@@ -171,6 +180,11 @@ def _backward(
 _tiled = CustomGradient(plain_softmax, _forward, _backward)
 
 
+def _size(k: Tensor, block_size: int) -> int:
+    """Tokens of a block; of many short sequences no more than they have, which is no padding of each to a block."""
+    return min(block_size, k.shape[-2]) if short(k) else block_size
+
+
 @in_float32
 def sinkhorn_attention(
     q: Float[Tensor, "*batch length width"],
@@ -195,14 +209,17 @@ def sinkhorn_attention(
     blocks alone (a column's sum would tell a block what later ones ask for), and block 0 sees itself only. With
     fewer queries than keys the queries are the last ones, as in decoding.
     """
-    length = q.shape[-2]
+    length, block_size = q.shape[-2], _size(k, block_size)
     lead = (k.shape[-2] - length) % block_size
     first = (k.shape[-2] - length) // block_size
     keys, values, visible = split_keys(k, v, key_mask, block_size)
     S = block_permutation(keys, visible, P, num_iterations=num_iterations, temperature=temperature, is_causal=is_causal)
-    queries = split(F.pad(q, (0, 0, lead, 0)), block_size)
     numbers: Any = {"first": first, "is_causal": is_causal, "any_masked": key_mask is not None, "length": k.shape[-2]}
-    out = own_and_sorted(queries, S[..., first:, :], keys, values, visible, **numbers)
+    arguments = S[..., first:, :], keys, values, visible
+    if short(q) and 0 < lead <= block_size - length:  # steps of many sequences: a block of rows for each is not made
+        return own_and_sorted(q[..., None, :, :], *arguments, lead=lead, **numbers)[..., 0, :, :]
+    queries = split(F.pad(q, (0, 0, lead, 0)), block_size)
+    out = own_and_sorted(queries, *arguments, lead=0, **numbers)
     return join(out, length + lead)[..., lead:, :]
 
 
@@ -223,10 +240,12 @@ def sortcut_attention(
 
     Sorted as in ``sinkhorn_attention``; blocks without a visible token are not counted.
     """
+    block_size = _size(k, block_size)
     keys, values, visible = split_keys(k, v, key_mask, block_size)
     S = block_permutation(keys, visible, P, num_iterations=num_iterations, temperature=temperature, is_causal=False)
     some = visible.any(-1)
-    wanted = torch.arange(1, budget + 1, device=q.device)[:, None]
+    rows = min(budget, keys.shape[-3]) if short(k) else budget
+    wanted = torch.arange(1, rows + 1, device=q.device)[:, None]
     S = ((some.cumsum(-1)[..., None, :] == wanted) & some[..., None, :]).to(S.dtype) @ S
     best = sort_blocks(S, keys, values, visible)
     if not symbolic() and key_mask is None and k.shape[-2] % block_size == 0:

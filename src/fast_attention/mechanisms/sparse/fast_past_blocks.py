@@ -16,6 +16,7 @@ from torch import Tensor
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import split_mask
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.heads import short
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tiled import flatten, shares, sink_gradient
@@ -24,6 +25,7 @@ from fast_attention.mechanisms.sparse import past_blocks
 from fast_attention.mechanisms.sparse.past_blocks import Tiles
 
 TILES = 64  # that are computed together: a few MiB
+KEYS = 8192  # up to which a few queries read all of them in less time than calls for each head take
 
 
 class Group(NamedTuple):
@@ -261,6 +263,11 @@ def chosen_softmax(
 ) -> Tensor:  # fmt: skip
     """``past_blocks.chosen_softmax``, head by head where that serves."""
     why, number = dispatch.obstacle(q, k), choices.shape[-1]
+    if not why and short(q) and k.shape[-2] <= KEYS:
+        dispatch.record("all scores at once, most of them masked", "few queries of many sequences", keys=k.shape[-2])
+        return in_float32(past_blocks.masked)(
+            q, k, v, choices, key_mask, sinks, size=size, start=start, scale=scale
+        )  # fmt: skip
     if why:
         dispatch.record("softmax in tiles of gathered queries", why, rows=past_blocks.ROWS, choices=number)
         return past_blocks.chosen_softmax(q, k, v, choices, key_mask, sinks, size=size, start=start, scale=scale)

@@ -113,6 +113,27 @@ def chosen_softmax(
     return join(weights @ values[..., first:, :, :], front + length)[..., front:, :] + far
 
 
+def masked(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    choices: Int[Tensor, "*batch length choices"],
+    key_mask: Bool[Tensor, "*#batch2 keys"],
+    sinks: Float[Tensor, "heads"] | None = None,
+    *,
+    size: int,
+    start: int,
+    scale: float,
+) -> Float[Tensor, "*batch length values"]:
+    """``chosen_softmax`` by the scores of all keys, for few queries: no block is gathered."""
+    blocks, own = -(-k.shape[-2] // size), (torch.arange(q.shape[-2], device=q.device) + start) // size
+    chosen = (torch.arange(blocks + 1, device=q.device) == own[:, None]).expand(*choices.shape[:-1], -1)
+    chosen = chosen.scatter(-1, choices.masked_fill(choices < 0, blocks), True)[..., :-1]
+    seen = chosen.repeat_interleave(size, -1)[..., : k.shape[-2]] & key_mask[..., None, :]
+    seen = seen & masks.causal(q.shape[-2], k.shape[-2], q.device)
+    return masks.masked_softmax(scale * q @ k.mT, seen, sinks) @ v
+
+
 def rows_of(x: Tensor, index: Int[Tensor, "*batch taken"]) -> Tensor:
     """Whole tokens (*batch, n, E) at (*batch, taken)."""
     return take(x[..., None, :], index)[..., 0, :]
