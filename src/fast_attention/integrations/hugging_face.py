@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from fast_attention import cache_argument
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
-from fast_attention.integrations import calls, probing, relative, teaching, unpadding, visible, weights
+from fast_attention.integrations import calls, forward_pass, probing, relative, teaching, unpadding, visible
 from fast_attention.integrations.attention import NAME, SINKS, Call
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
@@ -74,9 +74,9 @@ def restore(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
 
 
 def settle(model: PreTrainedModel, before: str | dict[str, str], name: str | None) -> None:
-    """Complete a swap: note the former implementations ``before`` and ``name``, and hook attention maps and saving."""
+    """Complete a swap: note the former implementations ``before`` and ``name``, and let calls and saving know."""
     model.__dict__.update({BEFORE: before, EXACT: name})
-    weights.add_hooks(model)
+    forward_pass.enter_calls(model)
     untyped: Any = model
     untyped.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
 
@@ -274,7 +274,7 @@ def _remove(model: PreTrainedModel) -> None:
     unpadding.set_skipping(model, False)
     model.__dict__.pop("save_pretrained", None)
     model.name_or_path = model.__dict__.pop(EXACT, model.name_or_path)
-    weights.remove_hooks(model)
+    forward_pass.leave_calls(model)
     for name, swapped in layers_of(model).items():
         for hook in swapped.hooks:
             hook.remove()
