@@ -95,7 +95,7 @@ def test_generate_and_tools_find_the_signature_of_the_model() -> None:
     swap(model, "LinearAttention")
     assert inspect.signature(model.forward) == own
     ids = torch.arange(5, 15)[None]
-    name = cache_argument.name_of(model.forward)
+    name: Any = cache_argument.name_of(model.forward)
     behind: dict[str, Any] = {name: model.forward(ids[:, :6], use_cache=True)[name]}
     rest = model.forward(ids[:, 6:], **behind).logits
     torch.testing.assert_close(rest, model.forward(ids).logits[:, 6:], atol=1e-5, rtol=1e-4)

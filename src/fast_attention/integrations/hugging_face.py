@@ -111,11 +111,12 @@ def _set_implementation(model: PreTrainedModel, name: str | dict[str, str]) -> N
 
 def _check(model: PreTrainedModel) -> None:
     if model.config.model_type not in teaching.ALIBI and not model._can_set_attn_implementation():
+        own = probing.own_attention(model)
         raise Unsupported(
-            f"{type(model).__name__} does not call its attention through transformers' attention interface, so that "
-            "nothing can be put in its place. What would work: BERT, RoBERTa, ESM, ModernBERT, ViT, BART, T5, GPT-2, "
-            "Llama, Mistral and other models of the interface, BLOOM and MPT, or torch's nn.MultiheadAttention and "
-            "nn.Transformer"
+            f"{type(model).__name__} does not call its attention through transformers' attention interface"
+            f"{own and f': it has {own}'}, and nothing can be put in its place. What would work: BERT, RoBERTa, ESM, "
+            "ModernBERT, ViT, BART, T5, GPT-2, Llama, Mistral and other models of the interface, BLOOM and MPT, or "
+            "torch's nn.MultiheadAttention and nn.Transformer"
         )
 
 
