@@ -111,7 +111,9 @@ def test_decoders_that_attend_to_another_sequence(kind: str) -> None:
     whole = model(**given, use_cache=False).logits
     cache, rows, name = None, [], cache_argument.name_of(model.forward)
     for i in range(TOKENS.shape[1]):
-        found = model(input_ids=TOKENS[:, i : i + 1], encoder_hidden_states=MEMORY, **{str(name): cache}, use_cache=True)
+        found = model(
+            input_ids=TOKENS[:, i : i + 1], encoder_hidden_states=MEMORY, **{str(name): cache}, use_cache=True
+        )
         cache = found[name]
         rows.append(found.logits)
     torch.testing.assert_close(torch.cat(rows, 1), whole, atol=1e-5, rtol=1e-4)

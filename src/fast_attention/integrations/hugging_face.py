@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from fast_attention import cache_argument
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
-from fast_attention.integrations import calls, forward_pass, probing, relative, teaching, unpadding, visible
+from fast_attention.integrations import calls, forward_pass, fresh, probing, relative, teaching, unpadding, visible
 from fast_attention.integrations.attention import NAME, SINKS, Call
+from fast_attention.integrations.fresh import BEFORE
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
-from fast_attention.integrations.swapped import BEFORE, CHILD, Swapped, beside, keeps_state, layers_of
+from fast_attention.integrations.swapped import CHILD, Swapped, beside, keeps_state, layers_of
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.nn.bound import Bound
@@ -39,7 +39,7 @@ def swap(
     _loaded(model)
     swap_back(model)
     before = _implementations(model)
-    own_config(model)
+    fresh.own_configs(model)
     try:
         _set_implementation(model, NAME)
         forward, called, run = probing.find_layers(model, probe)
@@ -101,12 +101,14 @@ def _implementations(model: PreTrainedModel) -> str | dict[str, str]:
 
 def _set_implementation(model: PreTrainedModel, name: str | dict[str, str]) -> None:
     """Set the attention function that a model calls, and all models in it."""
+    former = {id(config): config._attn_implementation for config in fresh.configs(model)}
     teaching.teach(model) if name == NAME else teaching.undo(model)
     if model.config.model_type in teaching.ALIBI:
         config: Any = model.config  # which takes several too
         config._attn_implementation = name
     else:
         model.set_attn_implementation(name)
+    fresh.mark(model, former)
 
 
 def _check(model: PreTrainedModel) -> None:
@@ -126,16 +128,6 @@ def _loaded(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has weights on the meta device, which hold no numbers, so that no probe can run: "
             "load the model first, or model.to_empty(device=...), and swap then"
         )
-
-
-def own_config(model: PreTrainedModel) -> None:
-    """Give the model a config of its own: another model that shares it would be set to call mechanisms it has not."""
-    copies: dict[int, Any] = {}
-    copy.deepcopy(model.config, copies)
-    for module in model.modules():
-        for name, value in [*vars(module).items()]:
-            if isinstance(value, PreTrainedConfig) and id(value) in copies:
-                setattr(module, name, copies[id(value)])
 
 
 def _uncalled(
