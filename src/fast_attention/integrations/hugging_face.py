@@ -17,6 +17,7 @@ from fast_attention.integrations.fresh import BEFORE
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
 from fast_attention.integrations.swapped import CHILD, Swapped, beside, keeps_state, layers_of
+from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.nn.bound import Bound
@@ -163,7 +164,10 @@ def _plan(
     notes = [] if reason else _notes(chosen_mechanism, call, _dropout(module), positions)
     why = reason or "; ".join(notes)
     sizes = (call.heads, call.head_dim, call.is_causal)
-    layer = Layer(name, type(module).__name__, *sizes, repr(chosen_mechanism), why, not reason, learned)
+    untrained = ""
+    if mechanism is not None and not reason:
+        untrained = quality(mechanism, learned, window=call.window, is_causal=call.is_causal)
+    layer = Layer(name, type(module).__name__, *sizes, repr(chosen_mechanism), why, not reason, learned, untrained)
     return layer, bound
 
 
