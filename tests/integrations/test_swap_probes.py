@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import fast_attention
 from fast_attention import cache_argument, swap, swap_back
+from fast_attention.integrations.probing import calls_interface
 from fast_attention.mechanism import Unsupported
 from tests.integrations.test_swap import BART, GPT2, SMALL, T5, VIT, build, inputs, out
 
@@ -109,12 +111,76 @@ def test_decoders_that_attend_to_another_sequence(kind: str) -> None:
     whole = model(**given, use_cache=False).logits
     cache, rows, name = None, [], cache_argument.name_of(model.forward)
     for i in range(TOKENS.shape[1]):
-        found = model(input_ids=TOKENS[:, i : i + 1], encoder_hidden_states=MEMORY, **{name: cache}, use_cache=True)
+        found = model(
+            input_ids=TOKENS[:, i : i + 1], encoder_hidden_states=MEMORY, **{str(name): cache}, use_cache=True
+        )
         cache = found[name]
         rows.append(found.logits)
     torch.testing.assert_close(torch.cat(rows, 1), whole, atol=1e-5, rtol=1e-4)
     kept = swap(model, "AFTSimple").kept if fast_attention.AFTSimple().traits.cross is False else ()
     assert all("attends to another sequence" in layer.why for layer in kept)
+
+
+T5_LIKE = ("T5", "MT5", "UMT5", "LongT5", "SwitchTransformers", "Pop2Piano")
+BART_LIKE = (
+    "Bart", "MBart", "PLBart", "Marian", "Pegasus", "PegasusX", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall",
+    "M2M100", "NllbMoe",
+)  # fmt: skip
+
+
+def decoder(family: str) -> Any:
+    """The decoder of an encoder-decoder model, by itself, as it is taken out of one or made."""
+    config = getattr(transformers, f"{family}Config")
+    if family in T5_LIKE:
+        whole = "ForConditionalGeneration" if family == "Pop2Piano" else "Model"
+        return made(family + whole, config(**T5_ONE)).decoder
+    kind = importlib.import_module(config.__module__.replace("configuration", "modeling"))
+    torch.manual_seed(3)
+    return getattr(kind, f"{family}Decoder")(config(**BART_ONE)).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*T5_LIKE, *BART_LIKE])
+def test_every_layer_of_a_decoder_was_run_by_the_probe(family: str) -> None:
+    """Both calls that a decoder takes work after the swap; exact attention in it gives what its own does."""
+    model, given = decoder(family), ({"input_ids": TOKENS}, {"input_ids": TOKENS, "encoder_hidden_states": MEMORY})
+    before = [model(**each, use_cache=False)[0] for each in given]
+    for mechanism in ("Softmax", "BlockLocal(block_size=4)"):
+        report = swap(model, mechanism)
+        named = {layer.name for layer in report.layers}
+        assert {name for name, part in model.named_modules() if calls_interface(type(part))} <= named
+        assert {name.rpartition(".")[2] for name in named} > {"SelfAttention" if family in T5_LIKE else "self_attn"}
+        assert not any("the probe did not call it" in layer.why for layer in report.kept), report
+        for each, exact in zip(given, before, strict=True):
+            found = model(**each, use_cache=False)[0]
+            assert found.isfinite().all()
+            if mechanism == "Softmax":
+                torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_layer_that_calls_the_interface_is_left_out_of_the_report(kind: str) -> None:
+    model = made(kind, KINDS[kind][0]())
+    report = swap(model, "Softmax")
+    assert {name for name, part in model.named_modules() if calls_interface(type(part))} <= {
+        layer.name for layer in report.layers
+    }
+
+
+class Odd(nn.Module):
+    """A layer whose heads nothing tells, and which no probe reaches."""
+
+    def forward(self, q: Tensor) -> Any:
+        return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[self.name](self, q, q, q, None)
+
+
+def test_a_layer_that_no_probe_runs_is_refused_by_name() -> None:
+    """Where nothing is known of it, so that its first call would be an error."""
+    model = build("Bert")
+    model.encoder.odd = Odd()
+    with pytest.raises(Unsupported, match=r"the probe did not run encoder\.odd \(Odd\), which calls its attention"):
+        swap(model, "LinearAttention")
+    assert not swap_back(model)
 
 
 def test_a_config_that_models_share_stays_the_others() -> None:

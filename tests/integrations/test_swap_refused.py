@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -97,6 +98,58 @@ def test_a_dense_mask_of_one_row_is_one_of_keys() -> None:
     assert torch.allclose(
         model.encoder(tokens[:1], (torch.arange(17) < 11).float()[None])[0][:, :11], encoded, atol=1e-5
     )
+
+
+BERT_LIKE: dict[str, Any] = {name: x for name, x in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
+T5_LIKE: dict[str, Any] = {
+    "d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 48, "vocab_size": 99,
+}  # fmt: skip
+OWN: dict[str, tuple[dict[str, Any], str]] = {
+    "LongT5EncoderModel": (T5_LIKE, "LongT5LocalAttention (2 of them, the first is encoder.block.0.layer.0.LocalSelf"),
+    "LongformerModel": (BERT_LIKE | {"attention_window": 4}, "LongformerSelfAttention (2 of them"),
+    "LEDModel": (
+        {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "vocab_size": 99, "attention_window": 4},
+        "LEDEncoderSelfAttention (1 of them, the first is encoder.layers.0.self_attn.longformer_self_attn), "
+        "LEDDecoderAttention (4",
+    ),
+    "BigBirdModel": (BERT_LIKE, "BigBirdBlockSparseAttention (2 of them, the first is encoder.layer.0.attention.self)"),
+    "ReformerModel": (
+        {
+            "hidden_size": 32, "attn_layers": ["local", "lsh"], "attention_head_size": 8, "vocab_size": 99,
+            "num_attention_heads": 4, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (4, 8),
+        },
+        "LocalSelfAttention (1 of them, the first is encoder.layers.0.attention.self_attention), LSHSelfAttention (1",
+    ),
+    "FunnelModel": (
+        {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "vocab_size": 99, "block_sizes": [1, 1]},
+        "FunnelRelMultiheadAttention (4 of them",
+    ),
+    "XLNetModel": (
+        {"d_model": 32, "n_head": 4, "n_layer": 2, "d_inner": 48, "vocab_size": 99}, "XLNetRelativeAttention (2 of them"
+    ),
+    "DebertaModel": (BERT_LIKE, "DisentangledSelfAttention (2 of them"),
+    "DebertaV2Model": (BERT_LIKE, "DisentangledSelfAttention (2 of them"),
+    "NystromformerModel": (BERT_LIKE, "NystromformerSelfAttention (2 of them"),
+    "DogeModel": (SMALL, "DogeAttention (2 of them, the first is layers.0.self_attn)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_attention_of_a_models_own_is_named(name: str) -> None:
+    """Its class and where it stands: "it has none" is said of models without attention only."""
+    sizes, classes = OWN[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, name).config_class(**sizes)).eval()
+    with pytest.raises(Unsupported, match=f"it has attention of its own, {re.escape(classes)}"):
+        swap(model, "Softmax()")
+    assert not swap_back(model)
+
+
+@pytest.mark.parametrize("name", ["Mamba", "FNet"])
+def test_a_model_without_attention_is_told_so(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(hidden_size=32, num_hidden_layers=1, vocab_size=99)
+    with pytest.raises(Unsupported, match=rf"{name}Model called no attention .* it has none \({name.lower()}\)"):
+        swap(getattr(transformers, f"{name}Model")(config).eval(), "Softmax()")
 
 
 def test_layers_of_this_library_are_told_what_would_work() -> None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from fast_attention import cache_argument
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
-from fast_attention.integrations import calls, probing, relative, teaching, unpadding, visible, weights
+from fast_attention.integrations import calls, forward_pass, fresh, probing, relative, teaching, unpadding, visible
 from fast_attention.integrations.attention import NAME, SINKS, Call
+from fast_attention.integrations.fresh import BEFORE
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
-from fast_attention.integrations.swapped import BEFORE, CHILD, Swapped, beside, keeps_state, layers_of
+from fast_attention.integrations.swapped import CHILD, Swapped, beside, keeps_state, layers_of
+from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.nn.bound import Bound
@@ -39,7 +40,7 @@ def swap(
     _loaded(model)
     swap_back(model)
     before = _implementations(model)
-    own_config(model)
+    fresh.own_configs(model)
     try:
         _set_implementation(model, NAME)
         forward, called, run = probing.find_layers(model, probe)
@@ -74,9 +75,9 @@ def restore(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
 
 
 def settle(model: PreTrainedModel, before: str | dict[str, str], name: str | None) -> None:
-    """Complete a swap: note the former implementations ``before`` and ``name``, and hook attention maps and saving."""
+    """Complete a swap: note the former implementations ``before`` and ``name``, and let calls and saving know."""
     model.__dict__.update({BEFORE: before, EXACT: name})
-    weights.add_hooks(model)
+    forward_pass.enter_calls(model)
     untyped: Any = model
     untyped.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
 
@@ -101,21 +102,24 @@ def _implementations(model: PreTrainedModel) -> str | dict[str, str]:
 
 def _set_implementation(model: PreTrainedModel, name: str | dict[str, str]) -> None:
     """Set the attention function that a model calls, and all models in it."""
+    former = {id(config): config._attn_implementation for config in fresh.configs(model)}
     teaching.teach(model) if name == NAME else teaching.undo(model)
     if model.config.model_type in teaching.ALIBI:
         config: Any = model.config  # which takes several too
         config._attn_implementation = name
     else:
         model.set_attn_implementation(name)
+    fresh.mark(model, former)
 
 
 def _check(model: PreTrainedModel) -> None:
     if model.config.model_type not in teaching.ALIBI and not model._can_set_attn_implementation():
+        own = probing.own_attention(model)
         raise Unsupported(
-            f"{type(model).__name__} does not call its attention through transformers' attention interface, so that "
-            "nothing can be put in its place. What would work: BERT, RoBERTa, ESM, ModernBERT, ViT, BART, T5, GPT-2, "
-            "Llama, Mistral and other models of the interface, BLOOM and MPT, or torch's nn.MultiheadAttention and "
-            "nn.Transformer"
+            f"{type(model).__name__} does not call its attention through transformers' attention interface"
+            f"{own and f': it has {own}'}, and nothing can be put in its place. What would work: BERT, RoBERTa, ESM, "
+            "ModernBERT, ViT, BART, T5, GPT-2, Llama, Mistral and other models of the interface, BLOOM and MPT, or "
+            "torch's nn.MultiheadAttention and nn.Transformer"
         )
 
 
@@ -125,16 +129,6 @@ def _loaded(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has weights on the meta device, which hold no numbers, so that no probe can run: "
             "load the model first, or model.to_empty(device=...), and swap then"
         )
-
-
-def own_config(model: PreTrainedModel) -> None:
-    """Give the model a config of its own: another model that shares it would be set to call mechanisms it has not."""
-    copies: dict[int, Any] = {}
-    copy.deepcopy(model.config, copies)
-    for module in model.modules():
-        for name, value in [*vars(module).items()]:
-            if isinstance(value, PreTrainedConfig) and id(value) in copies:
-                setattr(module, name, copies[id(value)])
 
 
 def _uncalled(
@@ -170,7 +164,10 @@ def _plan(
     notes = [] if reason else _notes(chosen_mechanism, call, _dropout(module), positions)
     why = reason or "; ".join(notes)
     sizes = (call.heads, call.head_dim, call.is_causal)
-    layer = Layer(name, type(module).__name__, *sizes, repr(chosen_mechanism), why, not reason, learned)
+    untrained = ""
+    if mechanism is not None and not reason:
+        untrained = quality(mechanism, learned, window=call.window, is_causal=call.is_causal)
+    layer = Layer(name, type(module).__name__, *sizes, repr(chosen_mechanism), why, not reason, learned, untrained)
     return layer, bound
 
 
@@ -274,7 +271,7 @@ def _remove(model: PreTrainedModel) -> None:
     unpadding.set_skipping(model, False)
     model.__dict__.pop("save_pretrained", None)
     model.name_or_path = model.__dict__.pop(EXACT, model.name_or_path)
-    weights.remove_hooks(model)
+    forward_pass.leave_calls(model)
     for name, swapped in layers_of(model).items():
         for hook in swapped.hooks:
             hook.remove()

@@ -19,10 +19,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fast_attention import catalogue, files
+from fast_attention.integrations import fresh
+from fast_attention.integrations.fresh import NAME
 from fast_attention.known_names import refuse_changed
 from fast_attention.mechanism import Shape
 
-NAME = "fast_attention"
 EARLIER = "fast-attention swapped model 2"  # the same but for what refuse_changed refuses
 
 
@@ -74,7 +75,7 @@ class Restoring(HfQuantizer):
         from fast_attention.integrations import hugging_face, teaching, torch_nn
 
         implementation = model.config._attn_implementation
-        if implementation != NAME:
+        if not fresh.was_named(model):
             raise ValueError(
                 f"config.json names mechanisms for {type(model).__name__}, whose weights were trained for them, and "
                 f"attn_implementation={implementation!r} would run other attention: leave that out, and call "
@@ -164,3 +165,6 @@ def _layer(model: nn.Module, name: str, *, mechanism: str, kept: bool, **shape: 
         positions = relative.of(model, name)
         bound = relative.bound(catalogue.parse(mechanism), Shape(**shape), positions)
     return Swapped(bound.to(device=parameter.device, dtype=parameter.dtype), kept=kept, positions=positions)
+
+
+fresh.guard()

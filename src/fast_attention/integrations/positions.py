@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fast_attention.integrations import fresh
 from fast_attention.integrations.modules import replace_module
 from fast_attention.mechanism import Unsupported
 
@@ -59,12 +60,6 @@ def no_positions(model: PreTrainedModel) -> str:
         f"{kind}: its config names no max_position_embeddings, so that no positions are known which could be extended; "
         "tables of learned positions and rotary positions can be"
     )
-
-
-def _own_config(model: PreTrainedModel) -> None:
-    from fast_attention.integrations.hugging_face import own_config
-
-    own_config(model)
 
 
 def _checked_method(method: str, known: tuple[str, ...], kind: str) -> str:
@@ -123,7 +118,7 @@ def extend_rotary(
             f"{type(model).__name__}: transformers does not take method={method!r} for it ({error}). What may work: "
             + " or ".join(f"method={other!r}" for other in ROTARY if other != method)
         ) from error
-    _own_config(model)
+    fresh.own_configs(model)
     text = model.config.get_text_config()
     _set(text, settings)
     for name, module in scaled_modules.items():
@@ -194,7 +189,7 @@ def extend_tables(model: PreTrainedModel, positions: int, method: str, longest: 
         if continuation is None:
             continuation = _continued(old.detach(), positions + special, special, method)
         weights[name] = nn.Parameter(continuation, requires_grad=old.requires_grad)
-    _own_config(model)
+    fresh.own_configs(model)
     model.config.get_text_config().max_position_embeddings = longest + positions - before
     for name, weight in weights.items():
         tables[name].weight = weight

@@ -15,11 +15,23 @@ from transformers import PreTrainedModel
 from fast_attention.integrations import attention, calls
 from fast_attention.integrations.attention import Call
 from fast_attention.integrations.swapped import layers_of
+from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanism import Unsupported
 
 PROBE = 8  # tokens
 MEMORY = 5  # tokens of the encoder's sequence, another number than the decoder's, so that cross attention is recognised
-CROSSES = ("encoder_attn", "crossattention", "cross_attn")  # how the names of such layers end
+HEADS, WIDTHS = (
+    ("num_heads", "num_attention_heads", "n_heads"),
+    ("head_dim", "attention_head_size", "key_value_proj_dim"),
+)
+STATES = "encoder_hidden_states"  # the argument of models that may attend to another sequence
+STATE_WIDTHS = (
+    "cross_attention_hidden_size",
+    "encoder_hidden_size",
+    "hidden_size",
+    "d_model",
+)  # what configs call theirs
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what the code of a layer names that calls transformers' interface
 
 
 def find_layers(
@@ -58,12 +70,18 @@ def find_layers(
             continue
         if not recorded_calls:
             raise Unsupported(
-                f"{type(model).__name__} called no attention in a probe forward: it has none "
-                f"({model.config.model_type}), and nothing was swapped"
+                f"{type(model).__name__} called no attention of transformers' interface in a probe forward: it has "
+                f"{own_attention(model) or f'none ({model.config.model_type})'}, and nothing was swapped"
             )
         names = {module: name for name, module in model.named_modules()}
         times = Counter(call.module for call in recorded_calls)
         return forward, {names[call.module]: call._replace(times=times[call.module]) for call in recorded_calls}, run
+    if Visibility.__name__ in refusal:  # which took the place of the mask that only the interface reads
+        layers = own_attention(model) or f"attention of its own, {', '.join(_classes(model, lambda kind: True))}"
+        raise Unsupported(
+            f"{type(model).__name__} computes with masks in its own code, not through transformers' interface alone: "
+            f"it has {layers}, and nothing was swapped"
+        )
     if inputs_given is not None:
         raise ValueError(f"probe: {type(model).__name__} does not take {refusal}")
     raise Unsupported(
@@ -99,18 +117,57 @@ def check_called(model: PreTrainedModel, names: list[str], forward: Callable[[],
 
 
 def uncalled(model: nn.Module, called: dict[str, Call]) -> dict[str, tuple[nn.Module, int, int]]:
-    """The attention layers that a probe did not call, by name, each with its heads and its width per head."""
+    """The attention layers that a probe did not call, by name, each with its heads and its width per head.
+
+    Raises:
+        Unsupported: One calls its attention through the interface, and its sizes are not known.
+    """
+    kinds = {type(call.module): call for call in called.values()}
     uncalled_layers = {}
     for name, module in model.named_modules():
         is_related = any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in called)
+        if is_related:
+            continue
+        kind, config = type(module), getattr(module, "config", None)
         heads, width = (
-            next((x for key in keys if isinstance(x := getattr(module, key, None), int)), None)
-            for keys in (("num_heads", "num_attention_heads", "n_heads"), ("head_dim", "attention_head_size"))
+            next((x for part in (module, config) for key in keys if isinstance(x := getattr(part, key, None), int)), 0)
+            for keys in (HEADS, WIDTHS)
         )
-        is_attention = "Attention" in type(module).__name__ and _uses_interface(module, called)
-        if is_attention and not is_related and heads and width:
-            uncalled_layers[name] = (module, heads, width)
+        if like := kinds.get(kind):  # a layer of the same class, which was called
+            heads, width = heads or like.heads, width or like.head_dim
+        if heads and width:
+            named = "Attention" in kind.__name__ and _uses_interface(module, called)
+            if like or named or calls_interface(kind):
+                uncalled_layers[name] = (module, heads, width)
+        elif calls_interface(kind):
+            raise Unsupported(
+                f"the probe did not run {name} ({kind.__name__}), which calls its attention through transformers' "
+                "interface: give inputs that run it, swap(model, ..., probe={'input_ids': ...})"
+            )
     return uncalled_layers
+
+
+def own_attention(model: nn.Module) -> str:
+    """What attention a model has that does not call transformers' interface, in words; empty where there is none."""
+    kinds = _classes(model, lambda kind: not calls_interface(kind))
+    return f"attention of its own, {', '.join(kinds)}" if kinds else ""
+
+
+def _classes(model: nn.Module, is_wanted: Callable[[type[nn.Module]], bool]) -> list[str]:
+    """The classes of the innermost modules that have weights and are called an attention, with number and a name."""
+    named = {name: type(module) for name, module in model.named_modules()
+             if "Attention" in type(module).__name__ and any(True for _ in module.parameters())}  # fmt: skip
+    names: dict[type[nn.Module], list[str]] = {}
+    for name, kind in named.items():
+        if is_wanted(kind) and not any(other.startswith(f"{name}.") for other in named):
+            names.setdefault(kind, []).append(name)
+    return [f"{kind.__name__} ({len(each)} of them, the first is {each[0]})" for kind, each in names.items()]
+
+
+def calls_interface(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class call their attention through transformers' interface, as their code says."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and INTERFACE in code.co_names
 
 
 def _uses_interface(module: nn.Module, called: dict[str, Call]) -> bool:
@@ -131,7 +188,7 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, Any]:
         if pixels is not None:
             inputs["pixel_values"] = pixels
     if "input_ids" in parameters:
-        ids = [i for i in range(4, 4 + PROBE) if i < config.get_text_config().vocab_size] or [0]
+        ids = [i for i in range(4, 4 + PROBE) if i < getattr(config.get_text_config(), "vocab_size", 0)] or [0]
         inputs["input_ids"] = torch.tensor([(ids * PROBE)[:PROBE]] * 2, device=model.device)
     if not inputs:
         raise Unsupported(
@@ -142,9 +199,6 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, Any]:
         text_config = config.get_text_config(decoder=True)
         ids = [i for i in range(4, 2 + PROBE) if i < text_config.vocab_size] or [0]
         inputs["decoder_input_ids"] = torch.tensor([(ids * PROBE)[: PROBE - 2]] * 2, device=model.device)
-    elif "encoder_hidden_states" in parameters and _crosses(model):
-        width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
-        inputs["encoder_hidden_states"] = torch.zeros(2, MEMORY, width, device=model.device, dtype=model.dtype)
     return {**inputs, **({"use_cache": False} if "use_cache" in parameters else {})}
 
 
@@ -154,17 +208,20 @@ def _tries(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, dict[str, 
     if base is not model and isinstance(base, PreTrainedModel):
         parameters = inspect.signature(base.forward).parameters
         if base.main_input_name in parameters:
-            yield base, probe_inputs(base)
+            yield from _with_states(base, probe_inputs(base))
     inputs = probe_inputs(model)
-    yield model, inputs
+    yield from _with_states(model, inputs)
     if {"pixel_values", "input_ids"} <= {*inputs}:
         yield model, {name: x for name, x in inputs.items() if name != "pixel_values"}
 
 
-def _crosses(model: PreTrainedModel) -> bool:
-    """Whether a decoder has layers that attend to another sequence."""
-    named = any(name.endswith(CROSSES) for name, _ in model.named_modules())
-    return named or bool(getattr(model.config, "add_cross_attention", False))
+def _with_states(model: PreTrainedModel, inputs: dict[str, Any]) -> Iterator[tuple[PreTrainedModel, dict[str, Any]]]:
+    """Inputs with the states of another sequence, where a model may take some, in each width of its config's."""
+    if STATES in inspect.signature(model.forward).parameters and "decoder_input_ids" not in inputs:
+        config = model.config.get_text_config()
+        for width in dict.fromkeys(filter(None, (getattr(config, name, None) for name in STATE_WIDTHS))):
+            yield model, {**inputs, STATES: torch.zeros(2, MEMORY, width, device=model.device, dtype=model.dtype)}
+    yield model, inputs
 
 
 def _pixels(model: PreTrainedModel) -> Tensor | None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fast_attention.integrations.costs import Cost, Expected, pair, span, wrapped
+from fast_attention.integrations.untrained import NOTHING
 from fast_attention.mechanism import Mechanism
 from fast_attention.nn.bound import Bound
 
@@ -30,6 +31,7 @@ class Layer:
     why: str = ""  # for a layer that was kept: the reason; for a swapped one: remarks
     replaced: bool = True
     parameters: int = 0  # learned ones that came with it
+    untrained: str = ""  # what its outputs are worth before training: exact, an estimate, nothing; "" where kept
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,21 @@ class Report:
         return Expected(length, batch, layers)
 
     def __str__(self) -> str:
-        """A paragraph for each run of equal layers: their class, the mechanism, remarks."""
+        """A paragraph for each run of equal layers: their class, the mechanism, what it does untrained, remarks."""
         lines = []
         for group in _groups(self.layers):
             first = group[0]
             causal = ", causal" if first.is_causal else ""
             lines.append(f"{span([layer.name for layer in group])}: {first.heads} heads of {first.head_dim}{causal}")
             outcome = f"-> {first.mechanism}" if first.replaced else f"kept, {first.mechanism}"
-            for text in filter(None, (f"{first.kind} {outcome}", first.why)):
+            untrained = first.untrained and f"untrained: {first.untrained}"
+            for text in filter(None, (f"{first.kind} {outcome}", untrained, first.why)):
                 lines += wrapped(text)
         total = f"{len(self.replaced)} of {len(self.layers)} attention layers replaced"
-        return "\n".join([*lines, f"{total}, {self.parameters:,} parameters added", *self.refused])
+        total += f", {self.parameters:,} parameters added"
+        if useless := sum(layer.untrained.startswith(NOTHING) for layer in self.layers):
+            total += f"; {useless} of them worth {NOTHING}"
+        return "\n".join([*lines, total, *self.refused])
 
 
 def _groups(layers: tuple[Layer, ...]) -> list[list[Layer]]:

@@ -25,7 +25,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fast_attention import __version__, catalogue, files
 from fast_attention.integrations import timm, torch_nn, unpadding
 from fast_attention.integrations.attention import NAME
-from fast_attention.integrations.swapped import BEFORE, Swapped, layers_of
+from fast_attention.integrations.fresh import BEFORE
+from fast_attention.integrations.swapped import Swapped, layers_of
 from fast_attention.mechanism import Unsupported
 
 FORMAT = "fast-attention swapped model 3"
@@ -82,7 +83,7 @@ def save_pretrained(
         record["layers"] = _layer_records(layers) | torch_nn.records(model)
         record |= {"skip_padding": True} if unpadding.skips(model) else {}
         record["sha256"] = {path.name: files.sha256(path) for path in weights}
-        config = json.loads(config_path.read_text(encoding="utf-8"))
+        config = json.loads(config_path.read_text(encoding="utf-8"), object_hook=_unmarked)
         config = {**config, "attn_implementation": _implementations(model, layers), RECORD: record}
         config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         pattern = _weights_pattern(settings.get("variant"))
@@ -116,9 +117,16 @@ def from_pretrained(
         if isinstance(error, OSError) and not local.is_dir():
             raise  # the hub's
         raise ValueError(f"{os.fspath(folder)} holds no sound swapped model: {error}") from error
+    if BEFORE not in model.__dict__:  # config= was of a swapped model
+        raise ValueError(f"{os.fspath(folder)} was read by a config that names no mechanisms: leave config= out")
     if problems := {why: sorted(map(str, names)) for why, names in info.items() if names}:
         raise ValueError(f"{os.fspath(folder)}: its weights do not belong to {kind.__name__}: {problems}")
     return model
+
+
+def _unmarked(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without what it named before the swap, which is of this process."""
+    return {name: value for name, value in config.items() if name != BEFORE}
 
 
 def _implementations(model: PreTrainedModel, layers: dict[str, Swapped]) -> str | dict[str, str]:

@@ -18,7 +18,6 @@ from fast_attention.mechanisms.hybrid.by_length import exact_for
 from fast_attention.mechanisms.hybrid.by_length_rows import Part, covered
 from fast_attention.nn.bound import Bound
 
-BEFORE = "_fast_attention_before"  # where a swapped model keeps the implementation, or those of its parts, that it had
 CHILD = "fast_attention"  # what the module that holds a layer's mechanism is called in the attention module
 
 

@@ -35,9 +35,9 @@ def swap(
     with an ``nn.MultiheadAttention`` in it, or one of timm's vision transformers.
 
     The projections stay, with their weights; a mechanism's own weights are drawn here and belong to the model from then
-    on. A small forward pass checks that every layer is called. A layer that the mechanism cannot serve keeps exact
-    attention, and the report says why. Draws come from torch's generators, which are then set back: for other draws,
-    seed by ``torch.manual_seed`` or redraw by ``Bound.redraw``.
+    on. A small forward pass of a Hugging Face model checks that every replaced layer is called. A layer that the
+    mechanism cannot serve keeps exact attention, and the report says why. Draws come from torch's generators, which are
+    then set back: for other draws, seed by ``torch.manual_seed`` or redraw by ``Bound.redraw``.
 
     Args:
         model: The model, or a module that holds some.
@@ -54,7 +54,7 @@ def swap(
             alone. Saved and loaded with the model. Compiled models and calls for attention matrices stay padded.
 
     Returns:
-        The report of every layer: print it.
+        The report of every layer, and of what its outputs are worth before training: print it.
 
     Raises:
         Unsupported: Nothing can be swapped. The message names the obstacles and what would work. The model then has

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fast_attention.integrations.modules import exchange, names_in, replace_module
 from fast_attention.integrations.report import UNNAMED, Layer, dropout_note, no_queries
+from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.mechanisms.sparse.grid import InGrid
 from fast_attention.nn.bound import Bound
@@ -192,7 +193,8 @@ def _plan(
     if module.attn_drop.p and not mechanism.traits.mask:
         note = dropout_note(module.attn_drop.p)
     learned = sum(p.numel() for p in new.attention.parameters())
-    return Layer(name, kind, heads, width, False, repr(mechanism), note, True, learned), new
+    untrained = quality(mechanism, learned)
+    return Layer(name, kind, heads, width, False, repr(mechanism), note, True, learned, untrained), new
 
 
 def _other_grid(model: nn.Module, name: str, mechanism: InGrid) -> str:

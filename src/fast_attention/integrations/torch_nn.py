@@ -11,6 +11,7 @@ from fast_attention import catalogue
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations.modules import exchange, names_in, replace_module
 from fast_attention.integrations.report import UNNAMED, Layer, dropout_note, no_queries
+from fast_attention.integrations.untrained import quality
 from fast_attention.integrations.visible import counts_from_the_query
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
@@ -97,7 +98,9 @@ def _plan(
     if any(getattr(module, hooks) for hooks in HOOKS):
         notes.append("its hooks are not called before it is swapped back")
     learned = sum(p.numel() for p in new.attention.parameters())
-    return Layer(name, kind, module.num_heads, head_dim, False, repr(mechanism), "; ".join(notes), True, learned), new
+    sizes = (module.num_heads, head_dim, False)
+    untrained = quality(mechanism, learned)
+    return Layer(name, kind, *sizes, repr(mechanism), "; ".join(notes), True, learned, untrained), new
 
 
 def _replacement(name: str, module: Any, mechanism: Mechanism[Any, Any], max_len: int) -> MultiheadAttention:

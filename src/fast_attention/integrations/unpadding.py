@@ -1,13 +1,11 @@
 """Encoders that skip padding: the tokens of a padded batch are computed in one packed row and its outputs padded again.
 
-The base model gets a ``forward`` that does it, so that whatever calls the model stays as it is. Hooks would not do:
-sentence-transformers calls ``forward`` itself.
+The base model's ``forward`` does it, so that whatever calls the model stays as it is.
 """
 
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +18,7 @@ from fast_attention.integrations import calls, packed_rows, probing
 from fast_attention.mechanism import Unsupported
 
 TEXTS = (3, 9, 1, 5)  # tokens of the texts on which a model is tried
+SKIPS = "_fast_attention_skips_padding"  # what a base model that skips padding has in its ``__dict__``
 NEEDED = ("input_ids", "attention_mask", "position_ids")
 
 
@@ -32,38 +31,25 @@ class Row(NamedTuple):
 
 def skips(model: PreTrainedModel) -> bool:
     """Whether the model skips padding."""
-    forward = model.base_model.__dict__.get("forward")
-    return isinstance(forward, partial) and forward.func is _forward
+    return SKIPS in model.base_model.__dict__
 
 
 def set_skipping(model: PreTrainedModel, skipping: bool) -> None:
     """Let a swapped model skip padding, or not."""
-    base: Any = model.base_model
-    if skips(model):
-        del base.forward
+    model.base_model.__dict__.pop(SKIPS, None)
     if skipping:
-        forward: Any = partial(_forward, base)
-        forward.__signature__ = inspect.signature(type(base).forward.__get__(base))  # which trainers read
-        base.forward = forward
+        model.base_model.__dict__[SKIPS] = True
 
 
-def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's forward pass without the padding in its inputs."""
-    forward = type(model).forward
-    row = flattened(model, args, kwargs)
+def run(model: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+    """The forward pass of a model that is being called; without the padding in its inputs if it skips that."""
+    row = flattened(model, args, kwargs) if SKIPS in model.__dict__ else None
     if row is None:
-        return forward(model, *args, **kwargs)
-    borders, call = packed_rows.given(row.arguments), calls.present(model)
-    if call is None:
-        calls.begin(model, packed=borders)
-    else:
-        call.packed = borders
-    try:
-        output = forward(model, **row.arguments)
-    finally:
-        if call is None:
-            calls.end(model)
-    return padded(model, output, row.is_token)
+        return forward(*args, **kwargs)
+    call = calls.present(model)
+    assert call is not None
+    call.packed = packed_rows.given(row.arguments)
+    return padded(model, forward(**row.arguments), row.is_token)
 
 
 def tried(model: PreTrainedModel) -> None:
