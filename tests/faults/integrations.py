@@ -61,6 +61,8 @@ FAULTS = [
     Fault("the probe forgets the other sequence", "integrations/probing.py",
           "    if STATES in inspect.signature(model.forward).parameters and", "    if False and",
           "tests/integrations/test_swap_probes.py -k 'run_by_the_probe and T5'"),
+    Fault("the probe has no padding", "integrations/probing.py", "        forward(padded=True)", "        forward()",
+          "tests/integrations/test_swap_refused.py -k makes_of_padding"),
     Fault("a layer that no probe runs is left out", "integrations/probing.py", "        elif calls_interface(kind):", "        elif False:",
           "tests/integrations/test_swap_probes.py -k refused_by_name"),
     Fault("layers of a class that was called are left out where they were not", "integrations/probing.py",

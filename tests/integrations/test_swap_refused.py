@@ -18,6 +18,8 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 48, "vocab_size": 99, "max_position_embeddings": 128,
 }  # fmt: skip
 
+BERT_LIKE: dict[str, Any] = {name: x for name, x in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
+
 
 def build(name: str, **settings: Any) -> tuple[nn.Module, torch.Tensor]:
     """A small model with random weights, and tokens for it; skipped where this release has none of that name."""
@@ -77,6 +79,17 @@ def test_scores_that_no_mechanism_forms_are_named() -> None:
         swap(model, "Softmax()")
 
 
+def test_a_mask_that_a_model_makes_of_padding_is_found_at_the_swap() -> None:
+    """MarkupLM makes one itself, for a padded batch alone: the first one would have been refused."""
+    torch.manual_seed(0)
+    model = transformers.MarkupLMModel(transformers.MarkupLMConfig(**BERT_LIKE, xpath_unit_hidden_size=4)).eval()
+    with pytest.raises(Unsupported, match=r"MarkupLMModel does not run on a padded batch .* a mask of the model's own"):
+        swap(model, "LinearAttention()")
+    assert len(swap(model, "BlockLocal()").replaced) == 2
+    mask = (torch.arange(9) < torch.tensor([[9], [5]])).long()
+    assert model(torch.randint(5, 99, (2, 9)), attention_mask=mask)[0].isfinite().all()
+
+
 @torch.no_grad()
 def test_a_dense_mask_of_one_row_is_one_of_keys() -> None:
     """Switch's encoder adds a row of numbers to all scores: a window can serve it, padding included."""
@@ -100,7 +113,6 @@ def test_a_dense_mask_of_one_row_is_one_of_keys() -> None:
     )
 
 
-BERT_LIKE: dict[str, Any] = {name: x for name, x in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
 T5_LIKE: dict[str, Any] = {
     "d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 48, "vocab_size": 99,
 }  # fmt: skip

@@ -25,19 +25,14 @@ HEADS, WIDTHS = (
     ("head_dim", "attention_head_size", "key_value_proj_dim"),
 )
 STATES = "encoder_hidden_states"  # the argument of models that may attend to another sequence
-STATE_WIDTHS = (
-    "cross_attention_hidden_size",
-    "encoder_hidden_size",
-    "hidden_size",
-    "d_model",
-)  # what configs call theirs
+STATE_WIDTHS = ("cross_attention_hidden_size", "encoder_hidden_size", "hidden_size", "d_model")  # theirs, in configs
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what the code of a layer names that calls transformers' interface
 
 
 def find_layers(
     model: PreTrainedModel, inputs_given: dict[str, Any] | None
-) -> tuple[Callable[[], None], dict[str, Call], set[nn.Module]]:
-    """A forward pass that can be repeated, the modules that it calls attention from, by name, in order, and all it ran.
+) -> tuple[Callable[..., None], dict[str, Call], set[nn.Module]]:
+    """A forward pass to repeat, also with padding, the modules that call attention in it, by name, and all that it ran.
 
     Args:
         model: The model, its attention already ours.
@@ -51,7 +46,8 @@ def find_layers(
     refusal = ""
     for part, inputs in attempts:
 
-        def forward(part: Any = part, inputs: dict[str, Any] = inputs) -> None:
+        def forward(padded: bool = False, part: Any = part, inputs: dict[str, Any] = inputs) -> None:
+            inputs = {**inputs, **_padding(part, inputs)} if padded else inputs
             calls.begin(model, arguments=frozenset(inputs))
             try:
                 with torch.no_grad(), evaluating(model):
@@ -90,8 +86,11 @@ def find_layers(
     )
 
 
-def check_called(model: PreTrainedModel, names: list[str], forward: Callable[[], None]) -> None:
-    """Run a forward pass of a swapped model, and raise ``Unsupported`` unless it called every one of the layers."""
+def check_called(model: PreTrainedModel, names: list[str], forward: Callable[..., None]) -> None:
+    """Run a forward pass of a swapped model, and raise ``Unsupported`` unless it called every one of the layers.
+
+    A second one has padding, of which some models make masks of their own.
+    """
     called: set[str] = set()
 
     def watch(name: str) -> Any:  # a layer raises itself where other attention ran
@@ -114,6 +113,25 @@ def check_called(model: PreTrainedModel, names: list[str], forward: Callable[[],
     uncalled_layers = [name for name in names if name not in called]
     if uncalled_layers:
         raise Unsupported(f"after the swap these layers were not called: {', '.join(uncalled_layers)}")
+    try:
+        forward(padded=True)
+    except Unsupported as error:
+        raise Unsupported(
+            f"{type(model).__name__} does not run on a padded batch with the layers swapped: {error}"
+        ) from error
+    except Exception:  # of a model that reads such a mask in another way, swapped or not
+        return
+
+
+def _padding(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """A mask under which the first row of token numbers is shorter; none where the model takes none, or has one."""
+    ids = inputs.get("input_ids")
+    takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 2 or "attention_mask" in inputs or not takes_mask:
+        return {}
+    mask = torch.ones_like(ids)
+    mask[0, -1] = 0
+    return {"attention_mask": mask}
 
 
 def uncalled(model: nn.Module, called: dict[str, Call]) -> dict[str, tuple[nn.Module, int, int]]:
