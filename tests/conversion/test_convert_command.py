@@ -55,10 +55,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def given(home: Path, name: str, out: Path, *more: str) -> list[str]:
+def given(home: Path, name: str, out: Path, *more: str, mechanism: str = FEATURES, length: int = 40) -> list[str]:
     texts = ["--text", str(home / "text.txt"), "--judge", str(home / "other.txt")]
-    sizes = ["--length", "40", "--threads", "1", "--lengths", "32", "--lengths", "96"]
-    return [str(home / name), "--mechanism", FEATURES, *texts, *sizes, "--out", str(out), *more]
+    sizes = ["--length", str(length), "--threads", "1", "--lengths", "32", "--lengths", "96"]
+    return [str(home / name), "--mechanism", mechanism, *texts, *sizes, "--out", str(out), *more]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -74,7 +74,8 @@ def test_a_model_is_converted_and_reported(
     name: str, home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The report's figures are those of the folder that was written."""
-    options = given(home, name, tmp_path, "--steps", "3", "--exact-up-to", "36", "--json")
+    chosen = ["--steps", "3", "--exact-up-to", "36", "--json"]
+    options = given(home, name, tmp_path, *chosen)
     code, out, err = run(capsys, *options)
     assert code == 0, err
     assert json.loads(out) == json.loads((tmp_path / "report.json").read_text())
@@ -107,7 +108,7 @@ def test_a_model_is_converted_and_reported(
         ids = torch.randint(3, 300, (2, 36))
         assert torch.equal(converted(ids)[0], original(ids)[0])
     assert (run(capsys, *options)[0], run(capsys, *options, "--resume")[:2]) == (2, (0, out))
-    code, again, err = run(capsys, *options, "--resume", "--mechanism", "Local(window=3)")
+    code, again, err = run(capsys, *given(home, name, tmp_path, *chosen, "--resume", mechanism="Local(window=3)"))
     assert (code, again) == (2, "")
     assert "is of another conversion: mechanism was" in err
     assert run(capsys, *options, "--restart", "--keep-layers", "one")[0] == 2
@@ -118,8 +119,8 @@ def test_a_model_is_converted_to_read_further(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(crossover, "crossover", lambda *_, **__: 80)
-    more = ["--steps", "1", "--positions", "100", "--length", "90", "--teacher", "chunks"]
-    code, out, err = run(capsys, *given(home, "encoder", tmp_path, *more))
+    more = ["--steps", "1", "--positions", "100", "--teacher", "chunks"]
+    code, out, err = run(capsys, *given(home, "encoder", tmp_path, *more, length=90))
     assert code == 0, err
     assert "steps" in out
     held = Converted.read(tmp_path / "report.json")

@@ -81,7 +81,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another's kind": (settings(model_type="no such thing"), "no such thing"),
     "a list": (lambda folder: (folder / "config.json").write_text("[1]"), "no JSON object"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be loaded"),
-    "deep JSON": (lambda folder: (folder / "config.json").write_text("[" * 10**5), "recursion"),
+    "deep JSON": (lambda folder: (folder / "config.json").write_text("[" * 10**5), "nested too deeply"),
     "cut weights": (cut, "incomplete"),
     "pickled code": (pickled, "save them as safetensors"),
     "a model of train": (settings(format="fast-attention model 1"), "is a run of train: experiments.models reads it"),
