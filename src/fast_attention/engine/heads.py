@@ -16,7 +16,7 @@ from torch import Tensor
 from fast_attention.engine import dispatch
 from fast_attention.engine.tracing import exporting
 
-FEW = 32  # tokens up to which a sequence is short: what is made for each sequence weighs more than its tokens
+FEW = 63  # tokens up to which a sequence is short: what is made for each sequence weighs more than its tokens
 
 
 def short(*tensors: Tensor) -> bool:

@@ -252,8 +252,8 @@ def windowed(
     length, heads, reach = k.shape[-2], k.shape[-3], band.shape[-1] // 2
     shared = band.shape[0] == 1 and (band.shape[1] > 1 or heads > 1)
     size = next((size for size in (16, 32) if reach <= size), 64)
-    if short(q, k, v):  # a block of padding and one on each side of it would be most of the work
-        size = min(size, length)
+    if short(q, k, v):  # padding to whole blocks, and a block on each side of them, would be most of the work
+        size = -(-length // -(-length // size))
     plan = Plan(shared, size, -(-reach // size) * size, is_causal, strict, any_masked)
     why = dispatch.obstacle(q, k, v, anywhere=True)
     if not why and not (shared or band.shape[1] == 1):

@@ -25,7 +25,7 @@ from fast_attention.mechanisms.sparse import past_blocks
 from fast_attention.mechanisms.sparse.past_blocks import Tiles
 
 TILES = 64  # that are computed together: a few MiB
-KEYS = 8192  # up to which a few queries read all of them in less time than calls for each head take
+SCORES = 8192  # of a head, up to which all of them take less time than calls for each head
 
 
 class Group(NamedTuple):
@@ -263,7 +263,7 @@ def chosen_softmax(
 ) -> Tensor:  # fmt: skip
     """``past_blocks.chosen_softmax``, head by head where that serves."""
     why, number = dispatch.obstacle(q, k), choices.shape[-1]
-    if not why and short(q) and k.shape[-2] <= KEYS:
+    if not why and short(q) and q.shape[-2] * k.shape[-2] <= SCORES:
         dispatch.record("all scores at once, most of them masked", "few queries of many sequences", keys=k.shape[-2])
         return in_float32(past_blocks.masked)(
             q, k, v, choices, key_mask, sinks, size=size, start=start, scale=scale
