@@ -298,6 +298,7 @@ def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int)
     growing, streams = "growing" if b.memory == "growing" else "window", None not in (a.memory, b.memory)
     learned, target = a.learned or b.learned, b.approximates
     approximates = target if target in (type(short).__name__, a.approximates) and not learned else None
+    places: list[Places] = [a.positions, b.positions]
     return Traits(
         paper=f"a rule over mechanisms: {a.paper}; {b.paper}",
         formula=f"{short!r} for queries that see at most {above} keys, {long!r} for all others",
@@ -310,7 +311,7 @@ def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int)
         cross=a.cross and b.cross,
         rotary=a.rotary and b.rotary,
         memory=growing if streams else None,
-        positions=max(a.positions, b.positions, key=get_args(Places).index),
+        positions=max(places, key=get_args(Places).index),
         bounded=a.bounded or b.bounded,
         random=a.random or b.random,
         matrix=a.matrix and b.matrix,
