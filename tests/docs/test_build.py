@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fast_attention import Attention, catalogue
-from fast_attention.lab import compare, verdicts
+from fast_attention.lab import verdicts
 from fast_attention.lab.advice import Advised
 from fast_attention.lab.records import EXACT, Cell
 from tests.docs.conftest import ROOT, Change
@@ -112,22 +112,6 @@ def test_one_decision_for_long_texts_stands_wherever_it_is_asked_for(build: Modu
     assert recall["extended, exact"] < mean - 0.05, "or exact attention is a reference after all"
     for value in (nearest, mean, recall["extended, exact"]):
         assert f"{value:.3f}" in build.decision()
-
-
-def test_what_is_measured_first_is_what_records_promise(build: ModuleType) -> None:
-    """``advise`` begins with what is closest to exact attention in a MiniLM, of what is faster at 4,096 tokens."""
-    costs, blocks = build.measured.newest("costs"), build.measured.newest("chosen-blocks")
-    rows = sorted(
-        (row for row in costs.held["rows"] if "sentence_cosine" in row), key=lambda row: -len(row["mechanism"])
-    )
-    cosines = {row["mechanism"].split("(")[0]: row for row in rows}  # of two settings the one nearer to the defaults
-    own = [name for name in compare.PROMISING if name in cosines]
-    assert own == sorted(own, key=lambda name: -cosines[name]["sentence_cosine"])
-    assert len(own) > 5
-    to_exact = {row["model"]: row["to_exact"] for row in blocks.held["rows"] if row["length"] == 2048}
-    assert to_exact["BigBird()"] > to_exact["Selected()"] > to_exact["Local()"]
-    faster = {name.split("(")[0] for name, order in build.measured.at_length().items() if max(order.values())[0] > 1}
-    assert {*compare.PROMISING} <= faster
 
 
 def test_cosine_and_speed_in_a_row_are_of_one_length(build: ModuleType, changed: Change) -> None:

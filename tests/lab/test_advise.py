@@ -274,7 +274,7 @@ def test_candidates_come_in_order_of_promise_and_none_is_passed_over(
     found = again.advice(chosen, int(more[1]))
     assert found.advice["words"][0].startswith("At 8 tokens use BlockLocal(): 4 times as fast")
     assert found.advice["use"] == "BlockLocal()"
-    promise = ["BigBird()", "BlockLocal()", "Local()", "Nystrom()", "FavorPlus()", "Favor()"]
+    promise = ["BigBird()", "Local()", "BlockLocal()", "Nystrom()", "FavorPlus()", "Favor()"]
     assert again.order[:6] == [f"error of {name}" for name in promise], (
         "what records say is close, whatever the catalogue"
     )

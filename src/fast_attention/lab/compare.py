@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from fast_attention.integrations import untrained
 from fast_attention.lab import options
 from fast_attention.lab.options import KINDS, at_work
 
@@ -30,10 +31,7 @@ LONGEST_ERROR = 8192  # tokens: exact attention in float64 takes seconds for eac
 FOR_ERRORS = 0.4  # fraction of the budget
 LENGTHS = (256, 1024, 4096)
 MARGIN = 1.25  # over the seconds that are estimated to do
-PROMISING = (  # faster than exact attention at 4,096 tokens, the closest untrained first, as records have it
-    "BigBird", "Selected", "BlockLocal", "Local", "Hybrid", "ByLength", "Nystrom", "FavorPlusPlus", "FavorPlus",
-    "Favor",
-)  # fmt: skip
+UNKNOWN = 0.9  # the cosine to exact attention that is hoped for where no record has one
 
 
 def compare_command(
@@ -149,14 +147,21 @@ def promise(plan: Plan, record: Comparison, mechanism: Any) -> tuple[float, floa
     What estimates exact attention closely enough goes first, the closest before others; then what may, as records say;
     then what is known to be too far from it.
     """
-    name = type(mechanism).__name__
     known = [record.error(repr(mechanism), length) for length in reversed(plan.error_lengths)]
     summary = next((error.summary() for error in known if error), None)
     if summary:
         return (0 if summary[0] <= plan.asked else 2), summary[0]
     if measurable(mechanism):
-        return 1, PROMISING.index(name) if name in PROMISING else len(PROMISING)
+        return 1, -recorded(mechanism)
     return 3 if verdicts.learns(mechanism) else 4, mechanism.traits.order
+
+
+def recorded(mechanism: Any) -> float:
+    """The cosine of a MiniLM's embeddings to its own that records have of a mechanism, or of another setting of it."""
+    table, name = untrained.cosines(), type(mechanism).__name__
+    of_class = [row for expression, row in table.items() if expression.split("(")[0] == name]
+    row = table.get(repr(mechanism)) or next(iter(of_class), None)
+    return UNKNOWN if row is None else float(row[min(row)])
 
 
 def _shares(lengths: list[int], until: float) -> Iterator[tuple[int, float]]:
