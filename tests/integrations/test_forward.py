@@ -106,11 +106,21 @@ def test_a_replica_calls_itself() -> None:
     """``nn.DataParallel`` copies a module's attributes, of which the forward pass is one."""
     swap(model := build("Bert"), "LinearAttention")
     replica = model._replicate_for_data_parallel()
-    assert replica.forward.model is replica
+    assert replica.forward.args[0] is replica
     for name, part in model.named_children():
         setattr(replica, name, part)
     given = inputs(model)
     assert torch.equal(replica(**given)[0], model(**given)[0])
+
+
+@torch.no_grad()
+def test_many_models_are_compiled_in_one_process() -> None:
+    """Each has code of its own: torch keeps eight compiled forms of one code, and refuses the ninth."""
+    for name in ("Bert", "GPT2", "Llama") * 4:
+        swap(model := build(name), "LinearAttention")
+        given = inputs(model)
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(**given)[0], model(**given)[0], atol=2e-5, rtol=1e-4)
 
 
 @torch.no_grad()

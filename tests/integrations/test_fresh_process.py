@@ -132,7 +132,8 @@ def state_of_decoding(folder: Path) -> None:
     bound, tokens = Bound("FavorPlus(num_features=8)", Shape(2, 8)), torch.randn(3, 1, 2, 5, 8)
     _, state = bound.decode(*tokens[..., :4, :])
     decoding.save(state, folder / "state.pt")
-    wanted, _ = bound.decode(*tokens[..., 4:, :], state)
+    q, k, v = tokens[..., 4:, :]
+    wanted, _ = bound.decode(q, k, v, state)
     torch.save({"weights": bound.state_dict(), "tokens": tokens[..., 4:, :], "wanted": wanted}, folder / "seen.pt")
 
 

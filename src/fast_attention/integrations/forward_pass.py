@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -20,56 +21,69 @@ from fast_attention.integrations.visible import Visibility
 ENTERED = "_fast_attention_entered"  # where a swapped model, and each one inside it, says that its calls are noted
 
 
-class Forward:
+class Forward(partial[Any]):
     """A model's ``forward`` that notes what the call was given.
+
+    Its code is its own: ``torch.compile`` keeps what it compiled by code, and up to eight forms of each.
 
     Args:
         model: The model, or a model inside it.
         inner: The ``forward`` that another library had put into the model; None: that of its class.
     """
 
-    def __init__(self, model: PreTrainedModel, inner: Any = None) -> None:
-        self.model, self.inner = model, inner
-        self.names = tuple(inspect.signature(self.own).parameters)  # of arguments that have no keyword
+    def __new__(cls, model: PreTrainedModel, inner: Any = None) -> Forward:
+        """The forward pass of a model, with code of its own."""
+        run = FunctionType(_noted.__code__.replace(), _noted.__globals__, "forward")
+        names = tuple(inspect.signature(_own(model, inner)).parameters)  # of arguments that have no keyword
+        return super().__new__(cls, run, model, inner, names)
+
+    def __reduce__(self) -> Any:
+        """How a copied or pickled model gets its own."""
+        return type(self), self.args[:2]
 
     @property
-    def own(self) -> Any:
-        """The forward pass without this one around it."""
-        return partial(type(self.model).forward, self.model) if self.inner is None else self.inner
+    def inner(self) -> Any:
+        """What had been in its place."""
+        return self.args[1]
 
     @property
     def __signature__(self) -> inspect.Signature:  # which trainers and ``generate`` read
-        return inspect.signature(self.own)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``own`` gives, with the call on the thread's stack."""
-        model, own = self.model, self.own
-        if args and args[0] is model:  # as accelerate calls what it has unwrapped
-            args = args[1:]
-        if ENTERED not in model.__dict__:  # swapped back, and another library's forward is around this one
-            return own(*args, **kwargs)
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        argument = given.get("output_attentions")
-        wanted = model.config.output_attentions if argument is None else argument
-        mask = kwargs.get("attention_mask")
-        calls.begin(
-            model, shown=tuple(layers_of(model).values()) if wanted else (), position_ids=given.get("position_ids"),
-            packed=packed_rows.given(given), arguments=frozenset(given),
-        )  # fmt: skip
-        try:
-            if isinstance(mask, Visibility) and not calls.is_part(model):  # a part takes what its model made for it
-                kwargs = {**kwargs, "attention_mask": mask.dense()}  # which generate made: the model takes tensors
-            return (
-                unpadding.run(model, own, args, kwargs) if unpadding.SKIPS in model.__dict__ else own(*args, **kwargs)
-            )
-        finally:
-            calls.end(model)
+        return inspect.signature(_own(*self.args[:2]))
 
     def replicate(self) -> Any:
         """A copy of the model for ``nn.DataParallel``, whose forward pass is its own."""
-        replica: Any = type(self.model)._replicate_for_data_parallel(self.model)
+        model = self.args[0]
+        replica: Any = type(model)._replicate_for_data_parallel(model)
         replica.forward = Forward(replica, self.inner)
         return replica
+
+
+def _own(model: PreTrainedModel, inner: Any) -> Any:
+    """The forward pass of a model without ours around it."""
+    return partial(type(model).forward, model) if inner is None else inner
+
+
+def _noted(model: Any, inner: Any, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """What ``inner`` gives, or the class's forward pass, with the call on the thread's stack."""
+    own = _own(model, inner)
+    if args and args[0] is model:  # as accelerate calls what it has unwrapped
+        args = args[1:]
+    if ENTERED not in model.__dict__:  # swapped back, and another library's forward is around this one
+        return own(*args, **kwargs)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    argument = given.get("output_attentions")
+    wanted = model.config.output_attentions if argument is None else argument
+    mask = kwargs.get("attention_mask")
+    calls.begin(
+        model, shown=tuple(layers_of(model).values()) if wanted else (), position_ids=given.get("position_ids"),
+        packed=packed_rows.given(given), arguments=frozenset(given),
+    )  # fmt: skip
+    try:
+        if isinstance(mask, Visibility) and not calls.is_part(model):  # a part takes what its model made for it
+            kwargs = {**kwargs, "attention_mask": mask.dense()}  # which generate made: the model takes tensors
+        return unpadding.run(model, own, args, kwargs)
+    finally:
+        calls.end(model)
 
 
 def enter_calls(model: PreTrainedModel) -> None:
