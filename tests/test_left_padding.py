@@ -142,6 +142,16 @@ def test_states_of_texts_that_begin_late_are_values(mechanism: Any, tmp_path: Pa
 
 
 @torch.no_grad()
+def test_texts_that_begin_alike_are_picked_apart() -> None:
+    bound, x = bind("BlockLocal(block_size=4)"), qkv(13, batch=3)
+    mask, index = front(13, (2, 2, 0)), torch.tensor([1, 2, 0, 0])
+    _, state = bound.decode(*(t[:, :, :9] for t in x), key_mask=mask[:, :9])
+    whole, _ = bound.decode(*(t[:, :, 9:] for t in x), state)
+    out, _ = bound.decode(*(t[index][:, :, 9:] for t in x), decoding.select(state, index))
+    torch.testing.assert_close(out, whole[index], rtol=1e-10, atol=1e-12)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("mechanism", STREAMING[:3], ids=repr)
 def test_any_leading_sizes_stream(mechanism: Any) -> None:
     bound, x, mask = bind(mechanism), inputs(mechanism), front()

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
 DIST_INFO = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
-KINDS = {".py", ".typed", ".html", ".css", ".js"}
+KINDS = {".py", ".typed", ".html", ".css", ".js", ".csv"}
 LARGEST = 800_000  # bytes of a wheel, which holds code and no data
 
 

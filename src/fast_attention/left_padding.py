@@ -209,8 +209,11 @@ def _flat(x: Tensor, batch: torch.Size) -> Tensor:
 
 def _rolled(x: Tensor, by: Int[Tensor, "batch"]) -> Tensor:
     """Tokens (B, ..., N, E), those of each sequence moved to the front by its own number of places, around the end."""
-    places = (torch.arange(x.shape[-2], device=x.device) + by[:, None]) % x.shape[-2]
-    rows = torch.arange(len(x), device=x.device)[:, None]
+    number = x.shape[-2]
+    places = torch.arange(number, device=x.device) + by[:, None]
+    places = torch.where(places < 0, places + number, places)
+    places = torch.where(places < number, places, places - number)  # ONNX has no remainder by an open size
+    rows = torch.arange(x.shape[0], device=x.device)[:, None]
     return x.movedim(-2, 1)[rows, places].movedim(1, -2)
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,10 @@ def test_a_stopped_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
 
 def test_a_killed_process_is_resumed_by_a_fresh_one(tmp_path: Path) -> None:
     """Killed at any point, with lines in the log that its last checkpoint does not know."""
-    out, small = tmp_path / "killed", [*OPTIONS, "--dropout", "0.1"]
-    command = [sys.executable, "-m", "experiments.train", repr(TASK), *small, "--steps", "100000"]
-    command += ["--save-every", "7", "--log-every", "1", "--evaluate-every", "10", "--out", str(out)]
+    out, fine = tmp_path / "killed", {"--log-every": "1", "--evaluate-every": "10"}
+    small = [fine.get(before, option) for before, option in pairwise(["", *OPTIONS])]
+    command = [sys.executable, "-m", "experiments.train", repr(TASK), *small, "--dropout", "0.1", "--steps", "100000"]
+    command += ["--save-every", "7", "--out", str(out)]
     child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         while len(read_log(out)) < 18:

@@ -69,7 +69,8 @@ class Called(nn.Module):
         inputs = dict(zip("qkv", qkv(length, batch=batch, dtype=torch.float32, scale=0.5), strict=True))
         mask = some_keys(batch, length) if hidden else torch.ones(batch, length, dtype=torch.bool)
         if hidden and batch > 1:
-            mask[0, : length // 3] = False  # of a causal mechanism the first queries see nothing
+            grid = self.bound.mechanism.traits.positions == "grid"  # which refuses padding in front
+            mask[0, int(grid) : length // 3] = False  # of a causal mechanism the first queries see nothing
         if hidden and batch > 2:
             mask[1] = False
         return {**inputs, "key_mask": mask} if self.bound.mechanism.traits.padding else inputs

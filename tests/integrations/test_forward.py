@@ -128,6 +128,7 @@ def test_another_librarys_forward_around_ours_outlives_the_swap() -> None:
     """accelerate's mixed precision, put in before the swap or after it, taken away before or after swapping back."""
     given = inputs(build("Bert"))
     exact = build("Bert")(**given)[0]
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of tests before this one
     for swapped_first in (True, False):
         model, accelerator = build("Bert"), accelerate.Accelerator(cpu=True, mixed_precision="bf16")
         if swapped_first:

@@ -219,7 +219,7 @@ def test_plain_functions_are_wrapped() -> None:
     for wrong in (3, "EluPlusOne", None):
         with pytest.raises(ValueError, match="must be a feature map such as"):
             LinearAttention(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"such as Relu\(\)"):
+    with pytest.raises(ValueError, match=r"Relu is a class: write Relu\(\)"):
         LinearAttention(Relu)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 0"):
         LinearAttention(eps=-1.0)

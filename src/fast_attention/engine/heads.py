@@ -36,6 +36,7 @@ def by_head(
     """
     if W.ndim != 3 or not short(x) or W.shape[0] != x.shape[-3]:
         return x @ W
+    W = W.clone(memory_format=torch.contiguous_format)  # last digits turn on the layout, which a saved model has not
     return torch.bmm(_rows(x), W).unflatten(1, (*x.shape[:-3], x.shape[-2])).movedim(0, -3)
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from fast_attention.integrations import untrained
 from fast_attention.lab import options
 from fast_attention.lab.options import KINDS, at_work
 
@@ -158,6 +157,8 @@ def promise(plan: Plan, record: Comparison, mechanism: Any) -> tuple[float, floa
 
 def recorded(mechanism: Any) -> float:
     """The cosine of a MiniLM's embeddings to its own that records have of a mechanism, or of another setting of it."""
+    from fast_attention.integrations import untrained  # torch comes with it
+
     table, name = untrained.cosines(), type(mechanism).__name__
     of_class = [row for expression, row in table.items() if expression.split("(")[0] == name]
     row = table.get(repr(mechanism)) or next(iter(of_class), None)
