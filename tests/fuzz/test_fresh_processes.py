@@ -1,0 +1,58 @@
+"""Swapped models of any family, mechanism and option, saved: a process to which nothing was told before opens them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from fast_attention import Unsupported, catalogue, swap
+from tests.cases import CASES
+from tests.fuzz.kit import fuzz
+from tests.integrations.test_fresh_process import DRIVER, LOADED, OURS, seen
+from tests.integrations.test_swap import build, inputs
+from tests.integrations.test_swap_saving import AUTO
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX's")
+OPTIONS: list[dict[str, Any]] = [{}, {"exact_up_to": 5}, {"skip_padding": True}, {"max_len": 64}]
+CASE = st.tuples(
+    st.sampled_from([*AUTO]), st.sampled_from([*catalogue.names(), *map(repr, CASES)]), st.sampled_from(OPTIONS),
+    st.sampled_from([LOADED, OURS]),
+)  # fmt: skip
+
+
+def written(folder: Path, family: str, mechanism: str, options: dict[str, Any]) -> bool:
+    """Whether a model of the family takes the mechanism; then it lies in the folder, with what it computes."""
+    torch.manual_seed(0)
+    model = build(family)
+    with contextlib.suppress(Unsupported, ValueError):
+        swap(model, mechanism, **{"max_len": 64, **options})
+        seen(model, folder, inputs(model)).save_pretrained(folder)
+        return True
+    return False
+
+
+@fuzz("fresh processes", examples=2, cases=st.lists(CASE, min_size=4, max_size=8))
+def test_a_fresh_process_opens_what_was_saved(cases: list[tuple[str, str, dict[str, Any], str]]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        asked = []
+        for number, (family, mechanism, options, code) in enumerate(cases):
+            folder = Path(place) / str(number)
+            folder.mkdir()
+            if written(folder, family, mechanism, options):
+                asked.append((f"{family} {mechanism} {options}", str(folder), code.format(AUTO[family])))
+        done = subprocess.run(
+            [sys.executable, "-c", DRIVER], input=json.dumps(asked), capture_output=True, text=True, check=False
+        )
+        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(told) == len(asked), done.stderr[-2000:]
+    assert not [each for each in told if each[1]], told
