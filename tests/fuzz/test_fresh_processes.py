@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from hypothesis import strategies as st
 from fast_attention import Unsupported, catalogue, swap
 from tests.cases import CASES
 from tests.fuzz.kit import fuzz
-from tests.integrations.test_fresh_process import DRIVER, LOADED, OURS, seen
+from tests.integrations.test_fresh_process import LOADED, OURS, seen, told
 from tests.integrations.test_swap import build, inputs
 from tests.integrations.test_swap_saving import AUTO
 
@@ -49,10 +46,7 @@ def test_a_fresh_process_opens_what_was_saved(cases: list[tuple[str, str, dict[s
             folder = Path(place) / str(number)
             folder.mkdir()
             if written(folder, family, mechanism, options):
-                asked.append((f"{family} {mechanism} {options}", str(folder), code.format(AUTO[family])))
-        done = subprocess.run(
-            [sys.executable, "-c", DRIVER], input=json.dumps(asked), capture_output=True, text=True, check=False
-        )
-        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(told) == len(asked), done.stderr[-2000:]
-    assert not [each for each in told if each[1]], told
+                asked.append((f"{number}: {family} {mechanism} {options}", str(folder), code.format(AUTO[family])))
+        found = told(asked)
+    assert found.keys() == {name for name, *_ in asked}
+    assert not any(found.values()), found

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX's")
 DRIVER = """
 import json, os, sys, traceback, warnings
 import torch, transformers
+torch.set_num_threads(int(os.environ["THREADS"]))  # or last digits differ
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
 transformers.AutoModel, transformers.BertModel, transformers.pipeline  # what takes seconds, once
@@ -59,7 +60,20 @@ assert torch.equal(found, seen["out"]), (found - seen["out"]).abs().max()
 """
 LOADED = "import fast_attention.integrations\nmodel = transformers.{}.from_pretrained('.').eval()" + SAME
 OURS = "from fast_attention import from_pretrained\nmodel = from_pretrained('.').eval()" + SAME
-KERNEL = Path(__file__).parents[2] / "examples" / "your_own_kernel.py"
+ROOT = Path(__file__).parents[2]
+KERNEL = ROOT / "examples" / "your_own_kernel.py"
+
+
+def told(asked: list[tuple[str, str, str]]) -> dict[str, str]:
+    """What went wrong in each check, given its name, folder and code, in a process with as many threads as this one."""
+    places = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    around = {**os.environ, "PYTHONPATH": places, "THREADS": str(torch.get_num_threads())}
+    ran = subprocess.run(
+        [sys.executable, "-c", DRIVER], input=json.dumps(asked), capture_output=True, text=True, timeout=600,
+        check=False, env=around,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return dict(json.loads(line) for line in ran.stdout.splitlines() if line.startswith('["'))
 
 
 class Check(NamedTuple):
@@ -246,13 +260,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for i, (name, check) in enumerate(CHECKS.items()):
         check.write(folder := tmp_path_factory.mktemp(f"check{i}"))
         asked.append((name, str(folder), check.code))
-    ran = subprocess.run(
-        [sys.executable, "-c", DRIVER], input=json.dumps(asked), capture_output=True, text=True, timeout=600,
-        check=False,
-    )  # fmt: skip
-    lines = [line for line in ran.stdout.splitlines() if line.startswith('["')]
-    assert ran.returncode == 0, ran.stderr
-    return dict(json.loads(line) for line in lines)
+    return told(asked)
 
 
 @pytest.mark.parametrize("name", CHECKS)
