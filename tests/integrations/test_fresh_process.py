@@ -56,7 +56,7 @@ SAME = """
 seen = torch.load("seen.pt")
 found = model(**seen["given"]) if isinstance(seen["given"], dict) else model(*seen["given"])
 found = found if isinstance(found, torch.Tensor) else found["logits"] if "logits" in found else found[0]
-assert torch.equal(found, seen["out"]), (found - seen["out"]).abs().max()
+torch.testing.assert_close(found, seen["out"], rtol=1e-5, atol=2e-6)  # last digits turn on where weights lie
 """
 LOADED = "import fast_attention.integrations\nmodel = transformers.{}.from_pretrained('.').eval()" + SAME
 OURS = "from fast_attention import from_pretrained\nmodel = from_pretrained('.').eval()" + SAME
