@@ -172,6 +172,8 @@ def at_once(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) -> Toget
             return None
         if len(lengths) < 2 or q.shape[-3] != k.shape[-3] or checks.empty(q, k, v):
             return None
+        if key_mask is not None and mechanism.traits.positions == "absolute":
+            return None  # some may begin with padding
         mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask)
         weights = checks.weights(mechanism, w, q)
         k, v, mask = checks.without_masked(k, v, key_mask, mechanism.traits.reads)
