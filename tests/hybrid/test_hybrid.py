@@ -378,16 +378,17 @@ def test_the_state_stays_small_and_sees_left_padding() -> None:
     mask = torch.ones(2, 60, dtype=torch.bool)
     mask[0, :17] = mask[1, 30:33] = False
     whole, state, parts = bound(q, k, v, is_causal=True, key_mask=mask), None, []
-    sizes, others = set[int](), set[Any]()
+    sizes, late, others = set[int](), set[int](), set[Any]()
     for start, stop in [(0, 1), (1, 7), *((i, i + 1) for i in range(7, 40)), (40, 60)]:
         now = slice(start, stop)
         part, state = bound.decode(q[..., now, :], k[..., now, :], v[..., now, :], state, key_mask=mask[:, now])
         parts.append(part)
-        for held in state.held.held if stop >= 7 else ():  # that of the text that begins late, if it has begun
-            sizes.add(held.near.k.shape[-2])
+        for number, held in enumerate(state.held.held if stop >= 7 else ()):  # the second text begins first
+            (late if number else sizes).add(held.near.k.shape[-2])
             others.add(tuple(tuple(x.shape) for part in (held.far, held.sinks) for x in part))
     torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-9, atol=1e-9)
-    assert max(sizes) == 7
+    assert sizes == {4, 5, 6, 7}
+    assert late == {1, 2, 3, 4, 5, 6, 7}
     assert len(others) == 1
 
 
