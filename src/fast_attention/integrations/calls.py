@@ -105,6 +105,14 @@ def shows(layer: nn.Module) -> bool:
     return False
 
 
+def shows_any() -> bool:
+    """Whether a call around this one asks for attention matrices."""
+    call = _thread.innermost
+    while call is not None and not call.shown:
+        call = call.outer
+    return call is not None
+
+
 def position_ids() -> Tensor | None:
     """The ``position_ids`` that the innermost call with some was given."""
     call = _thread.innermost

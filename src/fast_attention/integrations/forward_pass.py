@@ -19,6 +19,7 @@ from fast_attention.integrations.swapped import layers_of
 from fast_attention.integrations.visible import Visibility
 
 ENTERED = "_fast_attention_entered"  # where a swapped model, and each one inside it, says that its calls are noted
+MECHANISMS, EXACT = "mechanisms", "exact"  # what it says: by which kind of swap
 
 
 class Forward(partial[Any]):
@@ -70,13 +71,15 @@ def _noted(model: Any, inner: Any, names: tuple[str, ...], *args: Any, **kwargs:
         args = args[1:]
     if ENTERED not in model.__dict__:  # swapped back, and another library's forward is around this one
         return own(*args, **kwargs)
+    is_exact = model.__dict__[ENTERED] == EXACT
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     argument = given.get("output_attentions")
     wanted = model.config.output_attentions if argument is None else argument
     mask = kwargs.get("attention_mask")
+    layers = (model,) if is_exact else tuple(layers_of(model).values()) if wanted else ()
     calls.begin(
-        model, shown=tuple(layers_of(model).values()) if wanted else (), position_ids=given.get("position_ids"),
-        packed=packed_rows.given(given), arguments=frozenset(given),
+        model, shown=layers if wanted else (), position_ids=given.get("position_ids"),
+        packed={} if is_exact else packed_rows.given(given), arguments=frozenset(given),
     )  # fmt: skip
     try:
         if isinstance(mask, Visibility) and not calls.is_part(model):  # a part takes what its model made for it
@@ -86,14 +89,14 @@ def _noted(model: Any, inner: Any, names: tuple[str, ...], *args: Any, **kwargs:
         calls.end(model)
 
 
-def enter_calls(model: PreTrainedModel) -> None:
+def enter_calls(model: PreTrainedModel, kind: str = MECHANISMS) -> None:
     """Let a swapped model, and every model inside it, note what its calls are given."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             untyped: Any = part
             untyped.forward = Forward(part, part.__dict__.get("forward"))
             untyped._replicate_for_data_parallel = untyped.forward.replicate
-            part.__dict__[ENTERED] = True
+            part.__dict__[ENTERED] = kind
 
 
 def leave_calls(model: nn.Module) -> None:

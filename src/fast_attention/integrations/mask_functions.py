@@ -82,15 +82,44 @@ def _structure(sees: Sees, positions: Positions) -> Visibility:
     else:
         begins = torch.nn.functional.pad(result.sequences.diff(dim=-1) > 0, (1, 0))
         first = torch.where(begins, rows - rows[0], 0).cummax(-1).values + rows[0]
-        reached = torch.as_tensor(sees(batch, head, rows, first)).all()  # each the first of its own sequence
+        result = replace(result, **_windows(sees, (batch, head), rows, first, is_causal=result.is_causal))
+        nearest = first if result.back is None else torch.maximum(first, rows - result.back)
+        ahead = first if result.ahead is None else torch.maximum(first, rows - result.ahead)
+        reached = torch.as_tensor(sees(batch, head, rows, nearest)).all()  # each the first that it may see
         if not result.is_causal:
-            reached = reached & torch.as_tensor(sees(batch, head, first, rows)).all()
+            reached = reached & torch.as_tensor(sees(batch, head, ahead, rows)).all()
         if not bool(reached):
             return replace(result, complete=False)
+        for side, pairs in (
+            ("back", (rows, rows - (result.back or 0) - 1)),
+            ("ahead", (rows - (result.ahead or 0) - 1, rows)),
+        ):
+            if getattr(result, side) is not None:  # nothing beyond the window
+                inside = (pairs[0] if side == "ahead" else pairs[1]) >= first
+                queries, keys = (x.clamp(min=0) for x in pairs)
+                if bool((torch.as_tensor(sees(batch, head, queries, keys)) & inside).any()):
+                    return replace(result, complete=False)
     distance = columns - positions.first_key
     matches = all(bool((predicted(result, distance - offsets[i], i) == row).all()) for i, row in probes.items())
     reaches = positions.first_query + positions.queries == positions.first_key + positions.keys  # our sense of causal
     return replace(result, complete=matches and (reaches or not result.is_causal))
+
+
+def _windows(
+    sees: Sees, where: tuple[Tensor, Tensor], rows: Tensor, first: Tensor, *, is_causal: bool
+) -> dict[str, int | None]:
+    """How far queries see back, and ahead, in packed texts: read at the last token of the longest text."""
+    depth = rows - first
+    row = int(depth.flatten().argmax())
+    text, end = row // len(rows), row % len(rows)
+    batch, head = where[0][text : text + 1] if len(where[0]) > 1 else where[0], where[1]
+    earlier = rows[end - int(depth.flatten()[row]) : end].flip(0)
+    last = rows[end : end + 1]
+    back = _leading(torch.as_tensor(sees(batch, head, last, earlier)).expand(1, len(earlier))[0])
+    ahead = (
+        None if is_causal else _leading(torch.as_tensor(sees(batch, head, earlier, last)).expand(1, len(earlier))[0])
+    )
+    return {"back": back, "ahead": ahead}
 
 
 _known = functools.lru_cache(256)(_structure)  # of functions that depend on distances alone

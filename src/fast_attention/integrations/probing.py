@@ -30,13 +30,14 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what the code of a layer names that cal
 
 
 def find_layers(
-    model: PreTrainedModel, inputs_given: dict[str, Any] | None
-) -> tuple[Callable[..., None], dict[str, Call], set[nn.Module]]:
+    model: PreTrainedModel, inputs_given: dict[str, Any] | None, recorded: Callable[[], Any] = attention.recorded
+) -> tuple[Callable[..., Any], dict[str, Any], set[nn.Module]]:
     """A forward pass to repeat, also with padding, the modules that call attention in it, by name, and all that it ran.
 
     Args:
         model: The model, its attention already ours.
         inputs_given: Inputs of the caller's; None: several are tried, the model without its head first.
+        recorded: Records the calls of attention in a block, in place of computing them.
 
     Raises:
         Unsupported: The model called no attention, or no inputs for it are known here.
@@ -46,17 +47,17 @@ def find_layers(
     refusal = ""
     for part, inputs in attempts:
 
-        def forward(padded: bool = False, part: Any = part, inputs: dict[str, Any] = inputs) -> None:
+        def forward(padded: bool = False, part: Any = part, inputs: dict[str, Any] = inputs) -> Any:
             inputs = {**inputs, **_padding(part, inputs)} if padded else inputs
             calls.begin(model, arguments=frozenset(inputs))
             try:
                 with torch.no_grad(), evaluating(model):
-                    part(**inputs)
+                    return part(**inputs)
             finally:
                 calls.end(model)
 
         try:
-            with attention.recorded() as recorded_calls, _ran() as run:
+            with recorded() as recorded_calls, _ran() as run:
                 forward()
         except Unsupported:
             raise

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
@@ -22,27 +22,50 @@ from fast_attention.nn.multihead import MultiheadAttention
 from fast_attention.nn.token_mixer import TokenMixer
 from fast_attention.refusals import is_module
 
+if TYPE_CHECKING:
+    from fast_attention.integrations.exact.report import ExactReport
+
 OURS = (MultiheadAttention, TokenMixer)
 MODELS = "transformers.modeling_utils"
 Wanted = Mechanism[Any, Any] | str | dict[str, Mechanism[Any, Any] | str]
 
 
+@overload
+def swap(
+    model: nn.Module, mechanism: None = None, *, probe: dict[str, Any] | None = None, skip_padding: bool | None = None
+) -> ExactReport: ...
+
+
+@overload
 def swap(
     model: nn.Module, mechanism: Wanted, *, exact_up_to: ExactUpTo | None = None, max_len: int | None = None,
-    probe: dict[str, Any] | None = None, skip_padding: bool = False,
-) -> Report:  # fmt: skip
-    """Replace the attention of a model, in place: a Hugging Face model, ``nn.Transformer`` and its layers, any model
-    with an ``nn.MultiheadAttention`` in it, or one of timm's vision transformers.
+    probe: dict[str, Any] | None = None, skip_padding: bool | None = None,
+) -> Report: ...  # fmt: skip
 
-    The projections stay, with their weights; a mechanism's own weights are drawn here and belong to the model from then
-    on. A small forward pass of a Hugging Face model checks that every replaced layer is called. A layer that the
-    mechanism cannot serve keeps exact attention, and the report says why. Draws come from torch's generators, which are
-    then set back: for other draws, seed by ``torch.manual_seed`` or redraw by ``Bound.redraw``.
+
+def swap(
+    model: nn.Module, mechanism: Wanted | None = None, *, exact_up_to: ExactUpTo | None = None,
+    max_len: int | None = None, probe: dict[str, Any] | None = None, skip_padding: bool | None = None,
+) -> Report | ExactReport:  # fmt: skip
+    """Make a model's attention faster, in place: with the same results, or by another mechanism.
+
+    **Without a mechanism** every layer of a Hugging Face model keeps the function that it has, computed as what it is:
+    windows and chunks in tiles, positions in the scores without a tensor of all pairs, padded batches of encoders
+    without the padding. Below the length where that pays, a layer runs what it ran. Weights, config, caches and saved
+    folders stay those of the original. ``report.verify(batch)`` compares on a batch of yours.
+
+    **With a mechanism** that replaces the attention of a Hugging Face model, of ``nn.Transformer`` and its layers, of
+    any model with an ``nn.MultiheadAttention`` in it, or of one of timm's vision transformers. The projections stay,
+    with their weights; a mechanism's own weights are drawn here and belong to the model from then on. A small forward
+    pass of a Hugging Face model checks that every replaced layer is called. A layer that the mechanism cannot serve
+    keeps exact attention, and the report says why. Draws come from torch's generators, which are then set back: for
+    other draws, seed by ``torch.manual_seed`` or redraw by ``Bound.redraw``.
 
     Args:
         model: The model, or a module that holds some.
-        mechanism: For all layers; or by patterns of layer names such as ``{"*layer.[0-3].*": "Local(window=64)"}``, of
-            which the first that fits decides and layers that none fits stay exact.
+        mechanism: None for the same results. Else for all layers; or by patterns of layer names such as
+            ``{"*layer.[0-3].*": "Local(window=64)"}``, of which the first that fits decides and layers that none fits
+            stay exact.
         exact_up_to: Run exact attention for queries that see at most so many tokens, and the mechanism for others:
             ``ByLength`` of both. ``"auto"`` measures, at each layer's heads and widths, from which length on the
             mechanism is faster here, which takes seconds.
@@ -51,20 +74,25 @@ def swap(
             known (the error says so), or has layers that the known ones do not reach (the report does).
         skip_padding: For Hugging Face's encoders: compute the tokens of a padded batch in one packed row, without the
             padding, and pad the outputs again, with zeros. A forward pass checks that every text gets what it gets
-            alone. Saved and loaded with the model. Compiled models and calls for attention matrices stay padded.
+            alone. Saved and loaded with a mechanism. Compiled models and calls for attention matrices stay padded.
+            None: wherever the model can, without a mechanism; nowhere, with one.
 
     Returns:
-        The report of every layer, and of what its outputs are worth before training: print it.
+        The report of every layer; with a mechanism, also of what its outputs are worth before training. Print it.
 
     Raises:
         Unsupported: Nothing can be swapped. The message names the obstacles and what would work. The model then has
             exact attention, also where it had been swapped before. Or padding cannot be skipped.
-        ValueError: ``mechanism`` names none, one of several patterns fits no layer, the model does not take ``probe``,
-            a mechanism needs ``max_len``, or ``exact_up_to`` is neither a number from 1 on nor ``"auto"``.
+        ValueError: ``exact_up_to`` or ``max_len`` without a mechanism; ``mechanism`` names none, one of several
+            patterns fits no layer, the model does not take ``probe``, a mechanism needs ``max_len``, or ``exact_up_to``
+            is neither a number from 1 on nor ``"auto"``.
         TypeError: ``model`` is no ``nn.Module``, such as a name; or ``mechanism`` is a class, such as ``Local``.
     """
     is_module("model", model)
-    checks.flag("skip_padding", skip_padding)
+    if skip_padding is not None:
+        checks.flag("skip_padding", skip_padding)
+    if mechanism is None:
+        return _exact(model, exact_up_to, max_len, probe, skip_padding)
     if exact_up_to is not None:
         crossover.check(exact_up_to)
     parsed: Any = mechanism
@@ -77,10 +105,47 @@ def swap(
         import_module("fast_attention.integrations.saving")
     try:
         with restored_generators(model):
-            return _swapped(model, parsed, exact_up_to, max_len, probe, skip_padding)
+            return _swapped(model, parsed, exact_up_to, max_len, probe, bool(skip_padding))
     except BaseException:
         swap_back(model)
         raise
+
+
+def _exact(
+    model: nn.Module, exact_up_to: Any, max_len: Any, probe: dict[str, Any] | None, skip_padding: bool | None
+) -> ExactReport:
+    """Let every Hugging Face model in a model compute what it computes in forms that are faster."""
+    from fast_attention.integrations.exact.report import ExactReport
+
+    for name, value in (("exact_up_to", exact_up_to), ("max_len", max_len)):
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} without a mechanism: swap(model) computes the same results at any length. Leave it "
+                f"out, or name a mechanism, swap(model, 'Local(window=64)', {name}={value!r})"
+            )
+    swap_back(model)
+    layers, notes, skips = [], [], False
+    submodels = pretrained(model)
+    for name, submodel in submodels.items():
+        from fast_attention.integrations.exact import swapping as exact
+
+        try:
+            with restored_generators(model):
+                found, skipped, remarks = exact.swap(submodel, probe, skip_padding)
+        except Unsupported as error:
+            if skip_padding:
+                swap_back(model)
+                raise
+            notes.append(str(error))
+            continue
+        layers += [_renamed(layer, name) for layer in found]
+        notes, skips = [*notes, *remarks], skips or skipped
+    if not submodels:
+        notes.append(
+            f"{type(model).__name__} holds no Hugging Face model, whose layers say what they compute. What would work: "
+            "a mechanism, swap(model, 'Local(window=64)')"
+        )
+    return ExactReport(model, tuple(layers), skips, tuple(dict.fromkeys(notes)))
 
 
 def _swapped(
@@ -153,8 +218,9 @@ def swap_back(model: nn.Module) -> bool:
         submodels: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
         for submodel in submodels:  # a part may have been swapped by itself
             from fast_attention.integrations import hugging_face
+            from fast_attention.integrations.exact import swapping as exact
 
-            any_undone = hugging_face.swap_back(submodel) or any_undone
+            any_undone = exact.swap_back(submodel) or hugging_face.swap_back(submodel) or any_undone
     return any_undone
 
 
@@ -193,7 +259,7 @@ def pretrained(model: nn.Module) -> dict[str, Any]:
     return outermost
 
 
-def _renamed(layer: Layer, prefix: str) -> Layer:
+def _renamed(layer: Any, prefix: str) -> Any:
     return replace(layer, name=f"{prefix}.{layer.name}") if prefix else layer
 
 

@@ -15,10 +15,13 @@ from transformers import PreTrainedModel
 
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows, probing
+from fast_attention.integrations.exact import mode
 from fast_attention.mechanism import Unsupported
 
 TEXTS = (3, 9, 1, 5)  # tokens of the texts on which a model is tried
 SKIPS = "_fast_attention_skips_padding"  # what a base model that skips padding has in its ``__dict__``
+ALWAYS, WHERE_IT_PAYS = "always", "where it pays"  # how
+LEAST, PER_TEXT = 32, 3  # tokens of padding that a batch, and each text in it, must have for it to pay
 NEEDED = ("input_ids", "attention_mask", "position_ids")
 
 
@@ -34,11 +37,11 @@ def skips(model: PreTrainedModel) -> bool:
     return SKIPS in model.base_model.__dict__
 
 
-def set_skipping(model: PreTrainedModel, skipping: bool) -> None:
-    """Let a swapped model skip padding, or not."""
+def set_skipping(model: PreTrainedModel, skipping: bool, how: str = ALWAYS) -> None:
+    """Let a swapped model skip padding, ``how``: always, or where it pays; or let it not."""
     model.base_model.__dict__.pop(SKIPS, None)
     if skipping:
-        model.base_model.__dict__[SKIPS] = True
+        model.base_model.__dict__[SKIPS] = how
 
 
 def run(model: Any, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -52,7 +55,7 @@ def run(model: Any, forward: Any, args: Any, kwargs: Any) -> Any:
     return padded(model, forward(**row.arguments), row.is_token)
 
 
-def tried(model: PreTrainedModel) -> None:
+def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
     """Let a swapped model skip padding, if it then gives what it gives for each text alone.
 
     Raises:
@@ -93,7 +96,13 @@ def tried(model: PreTrainedModel) -> None:
             f"skip_padding=True: {name} gives other outputs for packed texts than for each alone (off by {off:.1%}), "
             "for something in it depends on the row. What would work: padded batches"
         )
-    set_skipping(model, True)
+    set_skipping(model, True, how)
+
+
+def pays(is_token: Bool[Tensor, "batch length"]) -> bool:
+    """Whether a batch without its padding takes less time: every text costs a call of attention in each layer."""
+    texts, size = len(is_token), is_token.numel()
+    return size - int(is_token.sum()) >= LEAST + PER_TEXT * texts
 
 
 def flattened(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row | None:
@@ -113,6 +122,8 @@ def flattened(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row 
         return None
     is_token = mask.bool()
     if bool(is_token.all()) or not bool(is_token.any()):
+        return None
+    if model.__dict__.get(SKIPS) == WHERE_IT_PAYS and not mode.runs(pays(is_token)):
         return None
     if arguments.get("position_ids") is None:
         arguments["position_ids"] = _positions(model, arguments.get("input_ids"), is_token)

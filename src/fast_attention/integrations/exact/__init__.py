@@ -1,0 +1,1 @@
+"""Exact speed-ups: ``swap(model)`` computes what the layers of a model compute, windows as windows, without padding."""

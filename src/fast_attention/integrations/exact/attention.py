@@ -1,0 +1,192 @@
+"""The attention functions of exact speed-ups: what the model ran before, or its windows, texts and scores in tiles."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from fast_attention import packed
+from fast_attention.engine import heads
+from fast_attention.engine.tracing import traced
+from fast_attention.integrations import calls, packed_rows
+from fast_attention.integrations.attention import HARMLESS, SINKS
+from fast_attention.integrations.exact import masks, mode
+from fast_attention.integrations.visible import Visibility
+from fast_attention.mechanisms.dense.softmax import softmax_attention
+from fast_attention.mechanisms.sparse.local import local_attention
+from fast_attention.packed import Packing
+
+CHANGES = ("position_bias", "softcap", SINKS)  # arguments that alter the scores
+SERVED = (SINKS,)  # of these, what our forms compute
+
+
+class Call(NamedTuple):
+    """One call of the attention function by an attention module, as a probe records it."""
+
+    module: nn.Module
+    heads: int
+    head_dim: int
+    groups: int  # heads of keys and values
+    seen: Visibility | None  # what the queries see; None: all, or all up to their own
+    is_causal: bool
+    crosses: bool  # keys of another sequence than the queries
+    changes: tuple[str, ...]  # arguments that alter the scores
+    times: int = 1  # that the module called attention in one pass of the model
+
+
+def attention(
+    before: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extra: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What the model's own attention function gives; in a form of ours where the mask is a ``Visibility``."""
+    given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **extra}
+    if is_causal is None:
+        del given["is_causal"]
+    function: Any = eager(type(module)) if before == "eager" else ALL_ATTENTION_FUNCTIONS[before]
+    if traced():
+        return function(module, query, key, value, attention_mask, **given)
+    recorded = mode.recording()
+    seen = attention_mask if isinstance(attention_mask, Visibility) else None
+    if recorded is not None:
+        recorded.append(_call(module, query, key, seen, is_causal, extra))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+    if seen is None and attention_mask is None and query.shape[2] == key.shape[2]:
+        seen = _packed(query)
+    if seen is None:
+        return function(module, query, key, value, attention_mask, **given)
+    changes = changed(extra)
+    if not {*changes} <= {*SERVED} or (query.shape[-2] != key.shape[-2] and seen.packing is not None):
+        return function(module, query, key, value, seen.dense(), **given)
+    dropped = dropout if module.training else 0.0
+    return attend(query, key, value, seen, scale=scaling, dropout=dropped, sinks=extra.get(SINKS)), None
+
+
+def attend(
+    q: Float[Tensor, "batch heads queries width"],
+    k: Float[Tensor, "batch groups keys width"],
+    v: Float[Tensor, "batch groups keys values"],
+    seen: Visibility,
+    *,
+    scale: float | None,
+    dropout: float = 0.0,
+    sinks: Float[Tensor, "heads"] | None = None,
+) -> Float[Tensor, "batch queries heads values"]:
+    """Softmax attention of the keys that each query sees: windows in tiles, each text of a row by itself.
+
+    Args:
+        q: Queries, the last of them at the last key.
+        k: Keys; query head h reads those of head h // (heads / groups).
+        v: Values.
+        seen: Windows, texts and padding. Queries of padding give zeros.
+        scale: Factor on the dot products; None means 1/sqrt(width).
+        dropout: Probability with which an attention weight is dropped.
+        sinks: A score of each head that takes weight and has no value.
+    """
+    call = functools.partial(_one_text, seen=seen, scale=scale, dropout=dropout, sinks=sinks)
+    packing, kept = seen.packing, None
+    if packing is None and (seen.tokens is not None or seen.sequences is not None):
+        packing, kept = _texts(seen, q)
+    if packing is None:
+        return call(q, k, v).transpose(1, 2).contiguous()
+    rows = [_one_row(x, kept) for x in (q, k, v)]
+    out = packed.attend(call, *rows, packing, None)[0].transpose(0, 1)  # (tokens, heads, values)
+    if kept is not None:
+        everywhere = torch.zeros((q.shape[0] * q.shape[2], *out.shape[1:]), dtype=out.dtype, device=out.device)
+        out = everywhere.index_copy(0, kept, out)
+    return out.reshape(q.shape[0], q.shape[2], *out.shape[1:])
+
+
+def changed(extra: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a layer's that alter its scores: so does any tensor that is not known to do nothing."""
+    return {
+        name: x for name, x in extra.items() if x is not None and (name in CHANGES or _is_unknown_tensor(name, x))
+    }  # fmt: skip
+
+
+def _is_unknown_tensor(name: str, x: Any) -> bool:
+    return isinstance(x, Tensor) and name not in HARMLESS and not calls.is_argument(name)
+
+
+@functools.lru_cache(256)
+def eager(kind: type) -> Callable[..., Any]:
+    """The attention function in plain torch of the file that a class of attention modules is written in."""
+    for base in kind.__mro__:
+        forward = inspect.unwrap(base.__dict__.get("forward", eager))
+        function = getattr(forward, "__globals__", {}).get("eager_attention_forward")
+        function = function or getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise RuntimeError(f"{kind.__name__} has no eager_attention_forward in its file: call swap_back(model)")
+
+
+def _one_text(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: None = None, *, seen: Visibility, scale: float | None, dropout: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention of texts of equal length, (B, H, L, E), each of which is one row."""
+    back, ahead, keys, causal = seen.back, seen.ahead, k.shape[-2], seen.is_causal
+    is_whole = (back is None or back >= keys - 1) and (causal or ahead is None or ahead >= q.shape[-2] - 1)
+    if is_whole and sinks is None and (not causal or q.shape[-2] == keys):
+        grouped = q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(
+            q, k, v, is_causal=causal and keys > 1, scale=scale, dropout_p=dropout, enable_gqa=grouped
+        )
+
+    def run(q: Tensor, k: Tensor, v: Tensor, key_mask: None = None) -> Tensor:
+        if is_whole:
+            return softmax_attention(q, k, v, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks)
+        window = (keys - 1 if back is None else back, 0 if causal else keys - 1 if ahead is None else ahead)
+        return local_attention(
+            q, k, v, window=window, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks
+        )  # fmt: skip
+
+    k, v = heads.repeated(q.shape[1], k=k, v=v)
+    return run(q, k, v)
+
+
+def _texts(seen: Visibility, q: Tensor) -> tuple[Packing, Tensor | None]:
+    """The texts of padded or packed rows, one behind another, and the places of their tokens; None: all places."""
+    size = torch.Size((q.shape[0], q.shape[2]))
+    texts = masks.numbers(seen, size).flatten()
+    kept = None if seen.tokens is None else seen.tokens[:, -size[1] :].flatten().nonzero()[:, 0]
+    lengths = (texts if kept is None else texts[kept]).unique_consecutive(return_counts=True)[1].tolist()
+    return Packing(tuple(lengths), tuple(lengths)), kept
+
+
+def _one_row(x: Tensor, kept: Tensor | None) -> Tensor:
+    """The tokens of all rows (B, H, L, E) that are kept, as one row (1, H, T, E)."""
+    row = x if x.shape[0] == 1 else x.transpose(0, 1).flatten(1, 2)[None]
+    return row if kept is None else row[:, :, kept]
+
+
+def _packed(q: Tensor) -> Visibility | None:
+    """What a text sees in a packed row, of which the model makes no mask."""
+    borders = next(calls.packed(), None)
+    return None if borders is None else Visibility(_no_mask, packing=packed_rows.texts_of(borders))
+
+
+def _no_mask() -> Tensor:
+    raise AssertionError("a packed row has no dense mask of its own")
+
+
+def _call(
+    module: nn.Module, q: Tensor, k: Tensor, seen: Visibility | None, is_causal: bool | None, extra: dict[str, Any]
+) -> Call:
+    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
+    causal = causal if seen is None else seen.is_causal
+    crosses = q.shape[-2] != k.shape[-2]
+    return Call(module, q.shape[1], q.shape[-1], k.shape[1], seen, causal, crosses, tuple(changed(extra)))
+
+
+for _before, _name in masks.NAMES.items():
+    _function: Callable[..., Any] = functools.partial(attention, _before)
+    AttentionInterface.register(_name, _function)

@@ -1,0 +1,112 @@
+"""The mask functions of exact speed-ups: transformers' own masks, or what these mean where a form of ours pays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+from fast_attention.engine.tracing import traced
+from fast_attention.integrations import calls, mask_functions, packed_rows
+from fast_attention.integrations.exact import mode
+from fast_attention.integrations.mask_functions import Positions
+from fast_attention.integrations.visible import Visibility
+
+NAMES = {"sdpa": "exact_sdpa", "eager": "exact_eager"}  # what a config named, and what it names after the swap
+SHORTEST = 256  # tokens below which every layer runs what it ran
+PER_WINDOW = 2.0  # keys over those of a window with a tile's rows, from where on tiles pay
+ROWS = 64  # queries of a tile
+FAR = 1 << 17  # tokens at which a probe reads what a layer sees
+
+
+def pays_from(back: int | None, ahead: int | None) -> int:
+    """From how many keys on a window pays: where it leaves out enough of them."""
+    if back is None and ahead is None:
+        return SHORTEST
+    sides = [0 if side is None else side for side in (back, ahead)]
+    return max(SHORTEST, int(PER_WINDOW * (sum(sides) + ROWS)) // 64 * 64)
+
+
+def structured(
+    before: str, batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *,
+    mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, device: Any = "cpu",
+    **settings: Any,
+) -> Any:  # fmt: skip
+    """What transformers' mask function for ``before`` gives, or a ``Visibility`` where a form of ours pays."""
+
+    def dense() -> Any:
+        return ALL_MASK_ATTENTION_FUNCTIONS[before](
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, device=device, **settings,
+        )  # fmt: skip
+
+    device = torch.device(device) if isinstance(device, str) else device
+    if traced() or use_vmap or isinstance(q_offset, Tensor) or device.type != "cpu" or q_length < 2:
+        return dense()
+    packed = next(calls.packed(), None)
+    if not mode.runs(packed is not None or q_length >= SHORTEST) or (calls.shows_any() and before == "eager"):
+        return dense()
+    if mode.recording() is not None:
+        kv_offset, q_offset, q_length, kv_length = 0, 0, FAR, FAR
+    positions = Positions(batch_size, q_offset, q_length, kv_offset, kv_length, device)
+    tokens = None if attention_mask is None else _up_to(attention_mask, kv_offset + kv_length)[:, kv_offset:]
+    tokens = None if tokens is None or bool(tokens.all()) else tokens
+    try:
+        seen = mask_functions.read(mask_function, positions, tokens, functools.cache(dense))
+    except (IndexError, RuntimeError):  # a function of the inputs, which end before the probe's positions do
+        return dense()
+    if packed is not None:
+        return replace(seen, packing=packed_rows.texts_of(packed))
+    forced = mode.runs(False)
+    if mode.recording() is not None or (_is_served(seen, positions) and (forced or _pays(seen, positions, before))):
+        return seen
+    return dense()
+
+
+def _is_served(seen: Visibility, positions: Positions) -> bool:
+    """Whether our forms compute a mask: whole, or of texts without holes whose queries are their keys."""
+    if not seen.complete:
+        return False
+    if seen.tokens is None and seen.sequences is None:
+        return True
+    if positions.queries != positions.keys:
+        return False
+    return seen.tokens is None or _runs_on(seen)
+
+
+def _runs_on(seen: Visibility) -> bool:
+    """Whether the tokens of every text stand beside one another."""
+    assert seen.tokens is not None
+    texts, tokens = numbers(seen, seen.tokens.shape), seen.tokens
+    joined = tokens[:, 1:] & tokens[:, :-1] & (texts[:, 1:] == texts[:, :-1])
+    return int(tokens.sum() - joined.sum()) == len(texts[tokens].unique())
+
+
+def numbers(seen: Visibility, shape: torch.Size) -> Tensor:
+    """The number of the text that each position of (batch, keys) is in."""
+    rows = torch.arange(shape[0])[:, None] * shape[1]
+    return (rows if seen.sequences is None else rows + seen.sequences).expand(shape)
+
+
+def _pays(seen: Visibility, positions: Positions, before: str) -> bool:
+    """Whether a form of ours is faster than what ran before, by sizes alone."""
+    if seen.back is not None or seen.ahead is not None:
+        return positions.keys >= pays_from(seen.back, seen.ahead)
+    if seen.tokens is not None or seen.sequences is not None:
+        return True
+    return before == "eager"
+
+
+def _up_to(attention_mask: Tensor, keys: int) -> Tensor:
+    size = attention_mask.shape[-1]
+    return attention_mask if size == keys else torch.nn.functional.pad(attention_mask, (0, keys - size))
+
+
+for _before, _name in NAMES.items():
+    _function: Callable[..., Any] = functools.partial(structured, _before)
+    AttentionMaskInterface.register(_name, _function)

@@ -1,0 +1,201 @@
+"""Gives a Hugging Face model exact speed-ups, and takes them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fast_attention.integrations import forward_pass, fresh, probing, unpadding
+from fast_attention.integrations.exact import masks, mode, taught
+from fast_attention.integrations.exact.attention import SERVED, Call
+from fast_attention.integrations.exact.report import ExactLayer, compared
+from fast_attention.mechanism import Unsupported
+
+BEFORE = "_fast_attention_exact_before"  # where a model keeps what its configs named
+DEVIATES = 1e-4  # of a probe's outputs, relative to the largest, beyond which a form is not what the model computes
+
+
+def swap(
+    model: PreTrainedModel, probe: dict[str, Any] | None, skip_padding: bool | None
+) -> tuple[list[ExactLayer], bool, list[str]]:
+    """Let a model compute what it computes in our forms: its layers, whether it skips padding, and remarks.
+
+    It is as it was where nothing is gained.
+
+    Raises:
+        Unsupported: ``skip_padding=True`` and the model cannot.
+    """
+    notes: list[str] = []
+    if any(p.is_meta for p in model.parameters()):
+        raise Unsupported(
+            f"{type(model).__name__} has weights on the meta device, which hold no numbers, so that no probe can run: "
+            "load the model first, or model.to_empty(device=...), and swap then"
+        )
+    try:
+        _enter(model)
+        layers = _layers(model, probe, notes)
+        skips = skip_padding is not False and _skips(model, wanted=bool(skip_padding), notes=notes)
+        if not skips and all(layer.faster_from is None for layer in layers):
+            swap_back(model)
+    except BaseException:
+        swap_back(model)
+        raise
+    return layers, skips, notes
+
+
+def swap_back(model: PreTrainedModel) -> bool:
+    """Take exact speed-ups back; whether there were any."""
+    before = model.__dict__.pop(BEFORE, None)
+    if before is None:
+        return False
+    unpadding.set_skipping(model, False)
+    forward_pass.leave_calls(model)
+    taught.undo(model)
+    names = {ours: theirs for theirs, ours in masks.NAMES.items()}
+    for config in fresh.configs(model):
+        if config._attn_implementation in names:
+            config._attn_implementation_internal = names[config._attn_implementation]
+    return True
+
+
+def _enter(model: PreTrainedModel) -> None:
+    """Let a model call our functions, which run what it ran where they do not pay."""
+    fresh.own_configs(model)
+    model.__dict__[BEFORE] = True
+    taught.teach(model)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and (taught.masked(part) or part._can_set_attn_implementation()):
+            named = str(part.config._attn_implementation)
+            part.config._attn_implementation_internal = masks.NAMES.get(named, named)
+    forward_pass.enter_calls(model, forward_pass.EXACT)
+
+
+def _layers(model: PreTrainedModel, probe: dict[str, Any] | None, notes: list[str]) -> list[ExactLayer]:
+    """The layers of a model, from a probe that our forms are compared on too."""
+    layers: dict[str, ExactLayer] = {}
+    try:
+        with mode.forced():
+            forward, called, _ = probing.find_layers(model, probe, mode.recorded)
+    except Unsupported as error:
+        notes.append(str(error))
+    else:
+        layers = {name: _layer(model, name, call) for name, call in called.items()}
+        _check(model, forward)
+    for name, module in model.named_modules():
+        if (form := getattr(module, "exact_form", None)) is not None:
+            computes, runs, start = form()
+            old = layers.get(name)
+            sizes = (old.heads, old.head_dim, old.is_causal) if old else (*_sizes(module), False)
+            layers[name] = ExactLayer(name, type(module).__bases__[0].__name__, *sizes, computes, runs, start)
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return sorted(layers.values(), key=lambda layer: order[layer.name])
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    heads, width = (
+        next((x for key in keys if isinstance(x := getattr(module, key, None), int)), 0)
+        for keys in (probing.HEADS, probing.WIDTHS)
+    )
+    return heads, width
+
+
+def _layer(model: PreTrainedModel, name: str, call: Call) -> ExactLayer:
+    """What a layer computes, and what runs it now."""
+    computes, runs, start = described(call, model)
+    return ExactLayer(
+        name, type(call.module).__name__, call.heads, call.head_dim, call.is_causal, computes, runs, start
+    )
+
+
+def described(call: Call, model: Any) -> tuple[str, str, int | None]:
+    """What a layer that calls the interface computes, what runs it, and from how many tokens on."""
+    seen, order = call.seen, "causal " if call.is_causal else ""
+    named = getattr(getattr(call.module, "config", model.config), "_attn_implementation", None)
+    extra = "".join(f", with {NAMED.get(name, name)}" for name in call.changes)
+    if call.crosses:
+        return f"attention to another sequence{extra}", "what ran before", None
+    if named not in masks.NAMES.values():
+        return f"{order}attention by {named}{extra}", "what ran before", None
+    if not {*call.changes} <= {*SERVED}:
+        return f"{order}attention{extra}", "what ran before", None
+    if seen is None or not seen.complete:
+        what = "full attention" if seen is None or not call.is_causal else "causal attention"
+        return f"{what}{extra}", "torch's kernel, as before", None
+    if seen.sequences is not None:
+        size = int((seen.sequences[0] == 0).sum())
+        return (
+            f"{order}attention in chunks of {size:,} tokens{extra}",
+            "each chunk by itself",
+            max(size + 1, masks.SHORTEST),
+        )
+    if seen.back is not None or seen.ahead is not None:
+        ahead = "" if call.is_causal else f" and {seen.ahead:,} ahead" if seen.ahead is not None else " and all ahead"
+        window = f"a window of {seen.back:,} tokens back{ahead}" if seen.back is not None else f"a window{ahead}"
+        return f"{order}attention in {window}{extra}", "in tiles", masks.pays_from(seen.back, seen.ahead)
+    if named == masks.NAMES["eager"]:
+        return (
+            f"{order or 'full '}attention in plain torch{extra}",
+            "torch's fused kernel, scores in tiles",
+            masks.SHORTEST,
+        )
+    if call.is_causal:
+        return f"causal attention{extra}", "torch's kernel, as before; padded batches text by text", masks.SHORTEST
+    return f"full attention{extra}", "torch's kernel, as before", None
+
+
+NAMED = {"s_aux": "sinks", "softcap": "a soft cap", "position_bias": "positions in the scores"}
+
+
+def _check(model: PreTrainedModel, forward: Any) -> None:
+    """Compare our forms with what ran before on the probe, whole and padded.
+
+    Raises:
+        Unsupported: They give something else.
+    """
+    for padded in (False, True):
+        try:
+            with mode.original():
+                wanted = forward(padded)
+        except Exception:  # of a model that takes no padding there
+            return
+        with mode.forced():
+            got = forward(padded)
+        mask = None
+        if padded:
+            shape = next((x.shape[:2] for x in _tensors(wanted) if x.ndim > 2), None)
+            if shape is not None:
+                mask = torch.ones(shape)
+                mask[0, -1] = 0
+        off = compared(wanted, got, mask)
+        dtype = next(model.parameters()).dtype
+        if not off <= max(DEVIATES, 8 * torch.finfo(dtype).eps):
+            raise Unsupported(
+                f"{type(model).__name__} gives other outputs in our forms (off by {off:.1e} in a probe of "
+                f"{probing.PROBE} tokens), so that it was left as it was"
+            )
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    from fast_attention.integrations.exact.report import tensors
+
+    return tensors(outputs, None)
+
+
+def _skips(model: PreTrainedModel, *, wanted: bool, notes: list[str]) -> bool:
+    """Whether the model skips padding from now on.
+
+    Raises:
+        Unsupported: That was asked for, and it cannot.
+    """
+    try:
+        unpadding.tried(model, unpadding.WHERE_IT_PAYS)
+    except Unsupported as error:
+        if wanted:
+            raise
+        if not isinstance(model, nn.Module) or not getattr(model.config, "is_encoder_decoder", False):
+            notes.append(f"Padding is computed: {str(error).removeprefix('skip_padding=True')}")
+        return False
+    return True

@@ -1,0 +1,46 @@
+"""The attention modules of transformers that compute in their own code, and our subclasses with the same parts."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+PACKAGE = __name__.rpartition(".")[0]
+TAUGHT: dict[str, str] = {  # files of transformers' models, and ours with subclasses for their modules, KINDS
+}
+MASKED = ("bloom", "mpt")  # kinds of models that make their masks by transformers' functions, and call no interface
+
+
+def masked(model: Any) -> bool:
+    """Whether a model without the interface reads the masks that its config's name gives."""
+    return model.config.model_type in MASKED
+
+
+def kind_of(module: nn.Module) -> type[Any] | None:
+    """Our subclass for a module of transformers'; None where there is none."""
+    ours = TAUGHT.get(type(module).__module__)
+    return None if ours is None else import_module(f"{PACKAGE}.{ours}").KINDS.get(type(module))
+
+
+def teach(model: nn.Module) -> dict[str, nn.Module]:
+    """Exchange the classes of such modules in a model; the modules by name."""
+    taught = {}
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if kind is not None:
+            module.__class__ = kind
+            taught[name] = module
+    return taught
+
+
+def undo(model: nn.Module) -> bool:
+    """Give the modules their own classes back; whether any had another."""
+    undone = False
+    for module in model.modules():
+        kind = type(module)
+        if kind.__module__.startswith(f"{PACKAGE}."):
+            module.__class__ = kind.__bases__[0]
+            undone = True
+    return undone
