@@ -65,7 +65,7 @@ def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
     name = type(base).__name__
     if missing := [each for each in NEEDED if each not in _names(base)]:
         raise Unsupported(f"skip_padding=True needs a model that takes {', '.join(NEEDED)}; {name} lacks {missing[0]}")
-    if model.config.is_encoder_decoder or any(getattr(part, "is_causal", False) for part in model.modules()):
+    if not might(model):
         raise Unsupported(
             f"skip_padding=True is for encoders and {name} is causal, whose cache is laid out as its rows are. What "
             "would work: rows packed by transformers' DataCollatorWithFlattening(return_flash_attn_kwargs=True)"
@@ -97,6 +97,12 @@ def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
             "for something in it depends on the row. What would work: padded batches"
         )
     set_skipping(model, True, how)
+
+
+def might(model: PreTrainedModel) -> bool:
+    """Whether a model reads texts, and every token all of its text: only then can padding be skipped."""
+    reads = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
+    return reads and not any(getattr(part, "is_causal", False) for part in model.modules())
 
 
 def pays(is_token: Bool[Tensor, "batch length"]) -> bool:

@@ -52,6 +52,11 @@ class Visibility:
         """Which of the last ``keys`` positions are tokens."""
         return None if self.tokens is None else self.tokens[:, -keys:]
 
+    def __getitem__(self, index: tuple[Any, ...]) -> Visibility | Tensor:
+        """A part of the dense mask, for models that cut the last queries out of theirs; itself where all are kept."""
+        is_all = all(part in (slice(None), slice(0, None)) for part in index)
+        return self if is_all else self.dense()[index]
+
     def to(self, dtype: torch.dtype) -> Visibility:
         """Itself: MPT casts its mask, whatever it is."""
         return self

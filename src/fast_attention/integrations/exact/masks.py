@@ -19,17 +19,18 @@ from fast_attention.integrations.visible import Visibility
 
 NAMES = {"sdpa": "exact_sdpa", "eager": "exact_eager"}  # what a config named, and what it names after the swap
 SHORTEST = 256  # tokens below which every layer runs what it ran
-PER_WINDOW = 2.0  # keys over those of a window with a tile's rows, from where on tiles pay
+PER_WINDOW, IN_16_BITS = 2.0, 2.5  # keys over those of a window with a tile's rows, from where on tiles pay: measured
 ROWS = 64  # queries of a tile
 FAR = 1 << 17  # tokens at which a probe reads what a layer sees
 
 
-def pays_from(back: int | None, ahead: int | None) -> int:
+def pays_from(back: int | None, ahead: int | None, dtype: torch.dtype = torch.float32) -> int:
     """From how many keys on a window pays: where it leaves out enough of them."""
     if back is None and ahead is None:
         return SHORTEST
     sides = [0 if side is None else side for side in (back, ahead)]
-    return max(SHORTEST, int(PER_WINDOW * (sum(sides) + ROWS)) // 64 * 64)
+    factor = PER_WINDOW if dtype.itemsize >= 4 and not torch.is_autocast_enabled("cpu") else IN_16_BITS
+    return max(SHORTEST, -(-int(factor * (sum(sides) + ROWS)) // 64) * 64)
 
 
 def structured(
@@ -39,33 +40,52 @@ def structured(
 ) -> Any:  # fmt: skip
     """What transformers' mask function for ``before`` gives, or a ``Visibility`` where a form of ours pays."""
 
-    def dense() -> Any:
-        return ALL_MASK_ATTENTION_FUNCTIONS[before](
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, device=device, **settings,
-        )  # fmt: skip
+    def dense(**changes: Any) -> Any:
+        given: dict[str, Any] = {
+            "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset,
+            "mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap, "device": device,
+        }  # fmt: skip
+        return ALL_MASK_ATTENTION_FUNCTIONS[before](batch_size=batch_size, **given, **{**settings, **changes})
+
+    def as_before() -> Any:
+        mask = dense()
+        if mask is not None or q_length < 2 or not cuts:
+            return mask
+        return whole() if traced() else Visibility(whole, is_causal=True)
+
+    cuts = _cuts_queries(settings)
+    whole = functools.partial(dense, allow_is_causal_skip=False)
 
     device = torch.device(device) if isinstance(device, str) else device
     if traced() or use_vmap or isinstance(q_offset, Tensor) or device.type != "cpu" or q_length < 2:
-        return dense()
+        return as_before()
     packed = next(calls.packed(), None)
-    if not mode.runs(packed is not None or q_length >= SHORTEST) or (calls.shows_any() and before == "eager"):
-        return dense()
+    runs = packed is not None or q_length >= SHORTEST
+    if not mode.runs(runs) or (calls.shows_any() and before == "eager"):
+        return as_before()
     if mode.recording() is not None:
         kv_offset, q_offset, q_length, kv_length = 0, 0, FAR, FAR
     positions = Positions(batch_size, q_offset, q_length, kv_offset, kv_length, device)
     tokens = None if attention_mask is None else _up_to(attention_mask, kv_offset + kv_length)[:, kv_offset:]
     tokens = None if tokens is None or bool(tokens.all()) else tokens
     try:
-        seen = mask_functions.read(mask_function, positions, tokens, functools.cache(dense))
+        seen = mask_functions.read(mask_function, positions, tokens, functools.cache(whole if cuts else dense))
     except (IndexError, RuntimeError):  # a function of the inputs, which end before the probe's positions do
-        return dense()
+        return as_before()
     if packed is not None:
         return replace(seen, packing=packed_rows.texts_of(packed))
     forced = mode.runs(False)
-    if mode.recording() is not None or (_is_served(seen, positions) and (forced or _pays(seen, positions, before))):
+    if mode.recording() is not None or (
+        _is_served(seen, positions) and (forced or _pays(seen, positions, before, settings))
+    ):
         return seen
-    return dense()
+    return as_before()
+
+
+def _cuts_queries(settings: dict[str, Any]) -> bool:
+    """Whether a model cuts queries out of its masks, and leaves causal order to ``sdpa`` only where all are there."""
+    is_causal = "allow_is_bidirectional_skip" not in settings  # as transformers announces it
+    return is_causal and str(settings["config"].model_type).startswith("gemma4")
 
 
 def _is_served(seen: Visibility, positions: Positions) -> bool:
@@ -93,10 +113,10 @@ def numbers(seen: Visibility, shape: torch.Size) -> Tensor:
     return (rows if seen.sequences is None else rows + seen.sequences).expand(shape)
 
 
-def _pays(seen: Visibility, positions: Positions, before: str) -> bool:
+def _pays(seen: Visibility, positions: Positions, before: str, settings: dict[str, Any]) -> bool:
     """Whether a form of ours is faster than what ran before, by sizes alone."""
     if seen.back is not None or seen.ahead is not None:
-        return positions.keys >= pays_from(seen.back, seen.ahead)
+        return positions.keys >= pays_from(seen.back, seen.ahead, settings.get("dtype", torch.float32))
     if seen.tokens is not None or seen.sequences is not None:
         return True
     return before == "eager"

@@ -134,7 +134,8 @@ def described(call: Call, model: Any) -> tuple[str, str, int | None]:
     if seen.back is not None or seen.ahead is not None:
         ahead = "" if call.is_causal else f" and {seen.ahead:,} ahead" if seen.ahead is not None else " and all ahead"
         window = f"a window of {seen.back:,} tokens back{ahead}" if seen.back is not None else f"a window{ahead}"
-        return f"{order}attention in {window}{extra}", "in tiles", masks.pays_from(seen.back, seen.ahead)
+        start = masks.pays_from(seen.back, seen.ahead, next(call.module.parameters()).dtype)
+        return f"{order}attention in {window}{extra}", "in tiles", start
     if named == masks.NAMES["eager"]:
         return (
             f"{order or 'full '}attention in plain torch{extra}",
@@ -195,7 +196,7 @@ def _skips(model: PreTrainedModel, *, wanted: bool, notes: list[str]) -> bool:
     except Unsupported as error:
         if wanted:
             raise
-        if not isinstance(model, nn.Module) or not getattr(model.config, "is_encoder_decoder", False):
-            notes.append(f"Padding is computed: {str(error).removeprefix('skip_padding=True')}")
+        if unpadding.might(model):
+            notes.append(f"Padding is computed: {str(error).removeprefix('skip_padding=True').lstrip(': ')}")
         return False
     return True

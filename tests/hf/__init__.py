@@ -1,0 +1,1 @@
+"""Exact speed-ups for models of transformers, family by family."""
