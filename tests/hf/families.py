@@ -45,7 +45,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "expansion_ratio": 2, "max_seq_len": 128},
 }  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
-    "ModernBert": {"local_attention": 2 * WINDOW, "global_attn_every_n_layers": 3, "cls_token_id": 1, "sep_token_id": 2},
+    "ModernBert": {"local_attention": 2 * WINDOW, "global_attn_every_n_layers": 3,
+                   "cls_token_id": 1, "sep_token_id": 2},
     "Bert": {}, "Roberta": {"max_position_embeddings": 140}, "XLMRoberta": {"max_position_embeddings": 140},
     "MPNet": {}, "Electra": {"embedding_size": 32}, "Esm": {"position_embedding_type": "rotary", "mask_token_id": 3},
     "DistilBert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}, "Albert": {"embedding_size": 16},

@@ -204,7 +204,8 @@ def test_swap_back_restores_the_model() -> None:
         state = [*vars(model)]
         assert swap(model).gains
         assert model.config.to_dict() == config
-        assert swap_back(model) and not swap_back(model)
+        assert swap_back(model)
+        assert not swap_back(model)
         assert [type(m) for m in model.modules()] == kinds
         assert model.config._attn_implementation == named
         assert [*vars(model)] == state

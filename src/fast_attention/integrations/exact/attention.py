@@ -97,11 +97,11 @@ def attend(
         packing, kept = _texts(seen, q)
     if packing is None:
         return call(q, k, v).transpose(1, 2).contiguous()
-    rows = [_one_row(x, kept) for x in (q, k, v)]
-    out = packed.attend(call, *rows, packing, None)[0].transpose(0, 1)  # (tokens, heads, values)
+    row_q, row_k, row_v = (_one_row(x, kept) for x in (q, k, v))
+    out = packed.attend(call, row_q, row_k, row_v, packing, None)[0].transpose(0, 1)  # (tokens, heads, values)
     if kept is not None:
-        everywhere = torch.zeros((q.shape[0] * q.shape[2], *out.shape[1:]), dtype=out.dtype, device=out.device)
-        out = everywhere.index_copy(0, kept, out)
+        size = [q.shape[0] * q.shape[2], *out.shape[1:]]
+        out = out.new_zeros(size).index_copy(0, kept, out)
     return out.reshape(q.shape[0], q.shape[2], *out.shape[1:])
 
 
@@ -134,6 +134,7 @@ def _one_text(
 ) -> Tensor:  # fmt: skip
     """Attention of texts of equal length, (B, H, L, E), each of which is one row."""
     back, ahead, keys, causal = seen.back, seen.ahead, k.shape[-2], seen.is_causal
+    right = 0 if causal else keys - 1 if ahead is None else ahead
     is_whole = (back is None or back >= keys - 1) and (causal or ahead is None or ahead >= q.shape[-2] - 1)
     if is_whole and sinks is None and (not causal or q.shape[-2] == keys):
         grouped = q.shape[1] != k.shape[1]
@@ -144,17 +145,15 @@ def _one_text(
     def run(q: Tensor, k: Tensor, v: Tensor, key_mask: None = None) -> Tensor:
         if is_whole:
             return softmax_attention(q, k, v, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks)
-        window = (keys - 1 if back is None else back, 0 if causal else keys - 1 if ahead is None else ahead)
+        window = (keys - 1 if back is None else back, right)
         return local_attention(
             q, k, v, window=window, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks
         )  # fmt: skip
 
     k, v = heads.repeated(q.shape[1], k=k, v=v)
-    is_plain = sinks is None and not dropout and q.shape[-2] == keys and back is not None
-    if is_plain and q.dtype.itemsize < 4 and not (torch.is_grad_enabled() and q.requires_grad) and not is_whole:
-        return overlapping_windows(
-            q, k, v, back=back, ahead=0 if causal else keys - 1 if ahead is None else ahead, scale=scale
-        )
+    is_plain = sinks is None and not dropout and q.shape[-2] == keys and not is_whole
+    if is_plain and back is not None and q.dtype.itemsize < 4 and not (torch.is_grad_enabled() and q.requires_grad):
+        return overlapping_windows(q, k, v, back=back, ahead=right, scale=scale)
     return run(q, k, v)
 
 

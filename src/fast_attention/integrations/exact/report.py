@@ -1,9 +1,10 @@
-"""The report of exact speed-ups: what each layer computes, from how many tokens on it is faster, and a check of both."""
+"""The report of exact speed-ups: what each layer computes, from how many tokens on it is faster, and a check."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ class ExactLayer:
     computes: str  # what the layer computes, in words
     runs: str  # what runs it now
     faster_from: int | None = None  # tokens; None: it runs what it ran at any length
+    padded_from: int | None = None  # tokens of padded or packed rows, each text of which is computed by itself
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Verified:
         verdict = "Same results" if self.same else "OTHER RESULTS"
         text = f"{verdict}: outputs differ by at most {self.difference:.1e} of the largest"
         text += "" if self.gradients is None else f", gradients by {self.gradients:.1e}"
-        return f"{text}.\nTime: {before * 1e3:,.1f} ms before, {after * 1e3:,.1f} ms now ({before / after:.2f} times as fast)."
+        times = f"{before * 1e3:,.1f} ms before, {after * 1e3:,.1f} ms now"
+        return f"{text}.\nTime: {times} ({before / after:.2f} times as fast)."
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,18 @@ class ExactReport:
 
     @property
     def faster(self) -> tuple[ExactLayer, ...]:
-        """The layers that are faster from some length on."""
+        """The layers that are faster from some length on, on any input."""
         return tuple(layer for layer in self.layers if layer.faster_from is not None)
+
+    @property
+    def padded(self) -> tuple[ExactLayer, ...]:
+        """The layers that are faster from some length on where rows are padded or packed."""
+        return tuple(layer for layer in self.layers if layer.padded_from is not None)
 
     @property
     def gains(self) -> bool:
         """Whether anything was changed."""
-        return bool(self.faster) or self.skips_padding
+        return bool(self.faster or self.padded) or self.skips_padding
 
     def verify(self, batch: Any) -> Verified:
         """Compare the model with what it was before the swap, on a batch of yours.
@@ -108,9 +116,20 @@ class ExactReport:
             lines += wrapped(f"-> {first.runs}{start}")
         if not self.gains:
             return "\n".join([*lines, "Nothing to gain without changing results: the model is as it was.", *self.notes])
-        skipped = "padding is skipped; " if self.skips_padding else ""
-        total = f"Same results: {skipped}{len(self.faster)} of {len(self.layers)} attention layers run in another form."
-        return "\n".join([*lines, total, *self.notes])
+        total = textwrap.wrap(f"Same results. Faster: {'; '.join(self._gains())}.", 100)
+        return "\n".join([*lines, *total, *self.notes])
+
+    def _gains(self) -> Iterator[str]:
+        """What is faster, and from how many tokens on."""
+        if self.faster:
+            start = min(layer.faster_from or 0 for layer in self.faster)
+            yield f"{len(self.faster)} of {len(self.layers)} attention layers from {start:,} tokens on"
+        if self.skips_padding:
+            yield "padded batches, without their padding"
+        elif self.padded:
+            start = min(layer.padded_from or 0 for layer in self.padded)
+            number = len(self.padded)
+            yield f"padded or packed rows of {start:,} tokens or more in {number} layers, each text by itself"
 
 
 def verified(model: nn.Module, batch: Any) -> Verified:

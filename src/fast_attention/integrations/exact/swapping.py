@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from fast_attention.integrations import forward_pass, fresh, probing, unpadding
 from fast_attention.integrations.exact import masks, mode, taught
 from fast_attention.integrations.exact.attention import SERVED, Call
-from fast_attention.integrations.exact.report import ExactLayer, compared
+from fast_attention.integrations.exact.report import ExactLayer, ExactReport, compared, tensors
 from fast_attention.mechanism import Unsupported
 
 BEFORE = "_fast_attention_exact_before"  # where a model keeps what its configs named
@@ -38,7 +38,7 @@ def swap(
         _enter(model)
         layers = _layers(model, probe, notes)
         skips = skip_padding is not False and _skips(model, wanted=bool(skip_padding), notes=notes)
-        if not skips and all(layer.faster_from is None for layer in layers):
+        if not ExactReport(model, tuple(layers), skips).gains:
             swap_back(model)
     except BaseException:
         swap_back(model)
@@ -104,47 +104,39 @@ def _sizes(module: Any) -> tuple[int, int]:
 
 def _layer(model: PreTrainedModel, name: str, call: Call) -> ExactLayer:
     """What a layer computes, and what runs it now."""
-    computes, runs, start = described(call, model)
-    return ExactLayer(
-        name, type(call.module).__name__, call.heads, call.head_dim, call.is_causal, computes, runs, start
-    )
+    computes, runs, start, padded = described(call, model)
+    padded = padded if "attention_mask" in inspect.signature(model.forward).parameters else None
+    sizes = (call.heads, call.head_dim, call.is_causal)
+    return ExactLayer(name, type(call.module).__name__, *sizes, computes, runs, start, padded)
 
 
-def described(call: Call, model: Any) -> tuple[str, str, int | None]:
-    """What a layer that calls the interface computes, what runs it, and from how many tokens on."""
+def described(call: Call, model: Any) -> tuple[str, str, int | None, int | None]:
+    """What a layer that calls the interface computes, what runs it, and from how many tokens on, padded too."""
     seen, order = call.seen, "causal " if call.is_causal else ""
     named = getattr(getattr(call.module, "config", model.config), "_attn_implementation", None)
     extra = "".join(f", with {NAMED.get(name, name)}" for name in call.changes)
     if call.crosses:
-        return f"attention to another sequence{extra}", "what ran before", None
+        return f"attention to another sequence{extra}", "what ran before", None, None
     if named not in masks.NAMES.values():
-        return f"{order}attention by {named}{extra}", "what ran before", None
+        return f"{order}attention by {named}{extra}", "what ran before", None, None
     if not {*call.changes} <= {*SERVED}:
-        return f"{order}attention{extra}", "what ran before", None
+        return f"{order}attention{extra}", "what ran before", None, None
     if seen is None or not seen.complete:
-        what = "full attention" if seen is None or not call.is_causal else "causal attention"
-        return f"{what}{extra}", "torch's kernel, as before", None
+        what = "causal attention" if call.is_causal else "full attention"
+        return f"{what}{extra}", "torch's kernel, as before", None, None
     if seen.sequences is not None:
         size = int((seen.sequences[0] == 0).sum())
-        return (
-            f"{order}attention in chunks of {size:,} tokens{extra}",
-            "each chunk by itself",
-            max(size + 1, masks.SHORTEST),
-        )
+        start = max(size + 1, masks.SHORTEST)
+        return f"{order}attention in chunks of {size:,} tokens{extra}", "each chunk by itself", start, masks.SHORTEST
     if seen.back is not None or seen.ahead is not None:
         ahead = "" if call.is_causal else f" and {seen.ahead:,} ahead" if seen.ahead is not None else " and all ahead"
         window = f"a window of {seen.back:,} tokens back{ahead}" if seen.back is not None else f"a window{ahead}"
         start = masks.pays_from(seen.back, seen.ahead, next(call.module.parameters()).dtype)
-        return f"{order}attention in {window}{extra}", "in tiles", start
+        return f"{order}attention in {window}{extra}", "in tiles", start, masks.SHORTEST
+    what = f"{order or 'full '}attention{extra}"
     if named == masks.NAMES["eager"]:
-        return (
-            f"{order or 'full '}attention in plain torch{extra}",
-            "torch's fused kernel, scores in tiles",
-            masks.SHORTEST,
-        )
-    if call.is_causal:
-        return f"causal attention{extra}", "torch's kernel, as before; padded batches text by text", masks.SHORTEST
-    return f"full attention{extra}", "torch's kernel, as before", None
+        return what, "torch's fused kernel in place of plain operations", masks.SHORTEST, masks.SHORTEST
+    return what, "torch's kernel, as before", None, masks.SHORTEST
 
 
 NAMED = {"s_aux": "sinks", "softcap": "a soft cap", "position_bias": "positions in the scores"}
@@ -166,7 +158,7 @@ def _check(model: PreTrainedModel, forward: Any) -> None:
             got = forward(padded)
         mask = None
         if padded:
-            shape = next((x.shape[:2] for x in _tensors(wanted) if x.ndim > 2), None)
+            shape = next((x.shape[:2] for x in tensors(wanted, None) if x.ndim > 2), None)
             if shape is not None:
                 mask = torch.ones(shape)
                 mask[0, -1] = 0
@@ -177,12 +169,6 @@ def _check(model: PreTrainedModel, forward: Any) -> None:
                 f"{type(model).__name__} gives other outputs in our forms (off by {off:.1e} in a probe of "
                 f"{probing.PROBE} tokens), so that it was left as it was"
             )
-
-
-def _tensors(outputs: Any) -> list[torch.Tensor]:
-    from fast_attention.integrations.exact.report import tensors
-
-    return tensors(outputs, None)
 
 
 def _skips(model: PreTrainedModel, *, wanted: bool, notes: list[str]) -> bool:
