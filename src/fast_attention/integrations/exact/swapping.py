@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -105,7 +104,8 @@ def _sizes(module: Any) -> tuple[int, int]:
 def _layer(model: PreTrainedModel, name: str, call: Call) -> ExactLayer:
     """What a layer computes, and what runs it now."""
     computes, runs, start, padded = described(call, model)
-    padded = padded if "attention_mask" in inspect.signature(model.forward).parameters else None
+    reads_rows = model.main_input_name != "pixel_values"  # which are never padded
+    padded = padded if reads_rows else None
     sizes = (call.heads, call.head_dim, call.is_causal)
     return ExactLayer(name, type(call.module).__name__, *sizes, computes, runs, start, padded)
 
