@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from rich.text import Text
 
-from fast_attention.lab import pages, pictures, report, verdicts
+from fast_attention.lab import pages, pictures, report, same_results, verdicts
 from fast_attention.lab.accuracy import measurable
 from fast_attention.lab.comparison import Comparison
 from fast_attention.lab.numbers import Number, bytes_of, count, factor, milliseconds, percent
@@ -243,9 +243,10 @@ def measured(record: Advised) -> list[str]:
 
 def shown(record: Advised) -> list[Table | Text | str]:
     """The advice on the terminal."""
+    exact = [Text(words, style="bold") for words in same_results.words(record.meta.get("same_results"))]
     parts: list[Table | Text | str] = [
-        Text(words, style="" if number else "bold") for number, words in enumerate(record.advice["words"])
-    ]
+        *exact, *(Text(words, style="" if number else "bold") for number, words in enumerate(record.advice["words"]))
+    ]  # fmt: skip
     parts += ["", *[BESIDE] * bool(record.far), ranking(record)]
     for title, lines in unranked(record).items():
         parts += ["", f"{title}:", *(f"  {name}: {why}" for name, why in lines)]
@@ -259,8 +260,9 @@ def html(record: Advised) -> str:
         "Asked": f"{meta['length']:,} tokens, a median error of {percent(meta['budget'])} at most",
         "Measured": " ".join(measured(record)),
     }
+    exact = same_results.words(meta.get("same_results"))
     sections = [
-        Section("Advice", [*(Words(each, "lead") for each in record.advice["words"]), *_points(record)]),
+        Section("Advice", [*(Words(each, "lead") for each in [*exact, *record.advice["words"]]), *_points(record)]),
         Section("Ranking", [*[Words(BESIDE)] * bool(record.far), ranking(record)]),
         *(Section(title, [Listing(lines)]) for title, lines in unranked(record).items()),
         Section("Times and memory", [Folded("Every error, time and peak", report.every(record))]),

@@ -34,7 +34,8 @@ def html(record: Comparison) -> str:
         "Direction": "causal" if meta["causal"] else "bidirectional",
         "Exact attention": "torch's fused scaled_dot_product_attention, in the same process and the same rounds",
     }
-    lead = [Words(words, "lead") for words in verdicts.answer(record)]
+    exact = same_results.words(meta.get("same_results"))
+    lead = [Words(words, "lead") for words in [*exact, *verdicts.answer(record)]]
     points = pictures.tradeoff(record)
     no_reference = points is not None and verdicts.beyond(record, [points.length])
     caption = _CAPTION + " Exact attention is no reference at this length: see above." * bool(no_reference)

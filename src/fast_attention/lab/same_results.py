@@ -1,0 +1,70 @@
+"""Measures what ``swap(model)`` gains without changing results: the whole model's time at every length, in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fast_attention import swap
+from fast_attention.lab import loading
+from fast_attention.lab.capture import HuggingFace, Source
+from fast_attention.lab.numbers import digits
+
+EVEN = 1.03  # times as fast, below which a gain is noise
+SHARE = 0.25  # of the seconds that a comparison may take
+
+
+def measure(source: Source, lengths: list[int], seconds: float, watch: Callable[[str], None]) -> dict[str, Any] | None:
+    """What exact forms gain of a model, for the record; None where no model is read.
+
+    Args:
+        source: The model and what it reads; lengths beyond its own positions are left out.
+        lengths: Tokens of one text.
+        seconds: Time for all of it, after which no further length begins.
+        watch: Called with every length.
+    """
+    if not isinstance(source, HuggingFace):
+        return None
+    began, model = time.perf_counter(), loading.load(source.name, head="none").float()
+    report = swap(model)
+    rows: list[dict[str, Any]] = []
+    for length in sorted(lengths):
+        is_read = source.own_context is None or length <= source.own_context
+        if not (report.faster and is_read) or time.perf_counter() - began > seconds:
+            continue
+        watch(f"same results at {length:,} tokens")
+        ids, _ = source.corpus.tokens(source.tokenizer, length)
+        inputs = {"input_ids": ids, **({"decoder_input_ids": ids[:, :1]} if model.config.is_encoder_decoder else {})}
+        with torch.no_grad():
+            found = report.verify(inputs)
+        before, after = found.seconds
+        rows.append({"length": ids.shape[1], "before": before, "after": after, "difference": found.difference})
+    return {"gains": report.gains, "skips_padding": report.skips_padding, "rows": rows}
+
+
+def words(found: dict[str, Any] | None) -> list[str]:
+    """What was found, in one or two sentences; none where no model was read."""
+    if found is None:
+        return []
+    faster = [row for row in found["rows"] if row["before"] >= EVEN * row["after"]]
+    sentences = []
+    if faster:
+        gains = "; ".join(f"{digits(row['before'] / row['after'])} times at {row['length']:,} tokens" for row in faster)
+        off = max(row["difference"] for row in faster)
+        sentences.append(
+            f"Same results, faster: swap(model) makes the whole model {gains} (outputs differ by {off:.0e})."
+        )
+    if found["skips_padding"]:
+        also = "also " if faster else ""
+        sentences.append(f"Same results, faster: swap(model) {also}leaves the padding of batches out.")
+    if not sentences:
+        shorter = found["rows"] and max(row["length"] for row in found["rows"])
+        sentences.append(
+            f"swap(model) keeps the results, and gains nothing up to {shorter:,} tokens."
+            if shorter
+            else "Nothing is faster with the same results: all layers see all tokens, by torch's kernel."
+        )
+    return sentences
