@@ -30,12 +30,13 @@ from torch.nn import functional as F
 
 from benchmarks.whole_models import TEXTS, WORDS, batched, difference, minilm, mixed, modernbert, prose
 from experiments.arguments import Arguments
-from fast_attention import extend, files, swap
+from fast_attention import files, swap
 from fast_attention.lab import loading, measure, records, surroundings
 from fast_attention.lab.tables import Table, say, show
 
 LONGEST = 512  # tokens of the mixed batch's longest text
-SCORES = 3  # tensors of all pairs that ONNX Runtime holds at once
+SCORES = 7  # tensors of all pairs that ONNX Runtime holds at once, at most
+LARGE = 2**30  # bytes of scores from which on it gives memory back, so that two sessions need not fit together
 ORIGINAL = "transformers, float32"
 
 Way = Callable[[dict[str, Tensor]], Tensor]  # from a padded batch to its last hidden states
@@ -62,7 +63,7 @@ def in_torch(model: Any) -> Way:
     return run
 
 
-def in_onnx(file: Path) -> Way:
+def in_onnx(file: Path, heads: int) -> Way:
     """An ONNX file in ONNX Runtime, by one thread."""
     import onnxruntime
 
@@ -70,8 +71,12 @@ def in_onnx(file: Path) -> Way:
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
+    frugal = onnxruntime.RunOptions()
+    frugal.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+
     def run(given: dict[str, Tensor]) -> Tensor:
-        return torch.from_numpy(session.run(None, {name: x.numpy() for name, x in given.items()})[0])
+        chosen = frugal if scores(given, heads) > LARGE else None
+        return torch.from_numpy(session.run(None, {name: x.numpy() for name, x in given.items()}, chosen)[0])
 
     return run
 
@@ -95,11 +100,12 @@ def ways(model: Any, folder: Path) -> dict[str, Way]:
     exported(model, whole)
     quantize_dynamic(whole, small, weight_type=QuantType.QInt8)
     swap(swapped := copy.deepcopy(model))
+    heads = model.config.num_attention_heads
     return {
         ORIGINAL: in_torch(model),
         "swap(model)": in_torch(swapped),
-        "ONNX Runtime, float32": in_onnx(whole),
-        "ONNX Runtime, int8": in_onnx(small),
+        "ONNX Runtime, float32": in_onnx(whole, heads),
+        "ONNX Runtime, int8": in_onnx(small, heads),
         "torch, dynamic int8": in_torch(int8(model)),
         "torch, dynamic int8, swap(model)": in_torch(int8(swapped)),
     }
@@ -116,13 +122,17 @@ def texts_of(name: str, lengths: list[int]) -> list[Tensor]:
     return texts if name == "minilm" else [3 + text % (WORDS - 3) for text in texts]
 
 
-def too_large(name: str, heads: int, given: dict[str, Tensor]) -> str:
-    """Why a batch is not run, or nothing: ONNX Runtime forms the scores of all pairs."""
+def scores(given: dict[str, Tensor], heads: int) -> int:
+    """Bytes of the scores of all pairs that ONNX Runtime holds at once."""
     texts, length = given["input_ids"].shape
-    needed = SCORES * 4 * texts * heads * length**2
-    if not name.startswith("ONNX") or needed < measure.memory_at_hand(torch.device("cpu")):
-        return ""
-    return f"the scores of all pairs would take about {needed / 2**30:.0f} GiB"
+    return SCORES * 4 * texts * heads * length**2
+
+
+def too_large(way: str, given: dict[str, Tensor], heads: int) -> str:
+    """Why a batch is not run, or nothing."""
+    needed = scores(given, heads) if way.startswith("ONNX") else 0
+    fits = needed < measure.memory_at_hand(torch.device("cpu"))
+    return "" if fits else f"scores of all pairs would take up to {needed / 2**30:.0f} GiB"
 
 
 def measured(runs: dict[str, Way], given: dict[str, Tensor], rounds: int, patience: float) -> dict[str, dict[str, Any]]:
@@ -190,16 +200,13 @@ def main(arguments: list[str] | None = None) -> None:
     batches = {f"{TEXTS} texts": mixed(asked.longest)} | {f"{n:,} tokens": [n] for n in sorted(asked.lengths)}
     for case in asked.cases:
         torch.manual_seed(0)
-        longest = max(asked.longest, *asked.lengths)
-        model = built[case](longest).eval()
-        if longest > model.config.max_position_embeddings:
-            extend(model, longest)
+        model = built[case](max(asked.longest, *asked.lengths)).eval()
         with tempfile.TemporaryDirectory() as folder:
             say(f"{case}: writing and quantizing")
             runs = ways(model, Path(folder))
             for words, lengths in batches.items():
                 given = batched(texts_of(case, lengths))
-                notes = {way: too_large(way, model.config.num_attention_heads, given) for way in runs}
+                notes = {way: too_large(way, given, model.config.num_attention_heads) for way in runs}
                 able = {way: run for way, run in runs.items() if not notes[way]}
                 found = measured(able, given, asked.rounds, asked.patience)
                 for way in runs:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fast_attention import Attention, Bound, Mixer, Shape, attention_rows, catalogue
-from fast_attention.lab.drawing import COLOURS, GRID, INK, STYLE, attention_map, svg
+from fast_attention.lab.drawing import COLOURS, DARK, GRID, INK, STYLE, Picture, attention_map, svg
 
 # What a mechanism attends to, on the same seeded tokens for all
 
@@ -124,3 +124,50 @@ def times(bench: measured.Record) -> str:
         about = f"{meta['heads']} heads of {meta['head_dim']}, {meta['dtype']}, {bench.machine}; {bench.name[:10]}"
         axes.set_title(f"milliseconds, forward, {about}", fontweight="normal")
         return svg(figure, f"Milliseconds of a forward pass against tokens. At {longest:,} tokens: {told}.")
+
+
+# What the newest record of whole models says
+
+FAMILIES = {"modernbert": "ModernBERT", "gemma3": "Gemma 3"}
+
+
+def whole_models(record: measured.Record) -> str:
+    """Time of a forward pass of whole models against length, before and after ``swap(model)``, as SVG."""
+    rows = [row for row in record.held["rows"] if row["what"] == "forward"]
+    told, lengths = [], sorted({row["length"] for row in rows if row["case"] in FAMILIES})
+    with matplotlib.rc_context(STYLE | {"font.size": 10, "axes.titlesize": 9}):
+        figure = Figure(figsize=(5.2, 3.6), layout="constrained", facecolor="white")
+        axes = figure.subplots()
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        for (case, name), colour in zip(FAMILIES.items(), COLOURS, strict=False):
+            own = sorted((row for row in rows if row["case"] == case), key=lambda row: row["length"])
+            tokens, last = [row["length"] for row in own], own[-1]
+            axes.plot(tokens, [row["seconds"] for row in own], color=colour, linewidth=1.6, linestyle="--", label=name)
+            after, label = [row["swapped_seconds"] for row in own], f"{name}, swap(model)"
+            axes.plot(tokens, after, color=colour, linewidth=2.4, label=label)
+            beside = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
+            axes.annotate(f"{last['times']:.1f}x", (last["length"], after[-1]), color=colour, **beside)
+            told.append(f"{name}: {last['times']:.1f} times as fast at {last['length']:,}")
+        axes.legend(loc="upper left", handlelength=2.4, borderaxespad=0.2)
+        axes.set_xticks(lengths[::2], [f"{length:,}" for length in lengths[::2]])
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
+        axes.margins(x=0.03)
+        axes.grid(color=GRID, linewidth=0.5)
+        axes.set_xlabel("tokens")
+        threads = f"{record.meta['threads']} thread{'s' * (record.meta['threads'] > 1)}"
+        about = f"{record.meta['hardware']}, {threads}; {record.name[:10]}"
+        axes.set_title(f"seconds of a forward pass of the whole model, float32\n{about}", fontweight="normal")
+        alt = f"Seconds of a forward pass against tokens, before and after swap(model). {'; '.join(told)} tokens."
+        return adaptive(Picture(svg(figure, alt), alt))
+
+
+def adaptive(picture: Picture) -> str:
+    """A picture that turns dark where its reader's screen is set to dark."""
+
+    def variables(dark: bool) -> str:
+        return "".join(f"--{colour[1:]}:{DARK[colour] if dark else colour};" for colour in DARK)
+
+    style = f":root{{{variables(False)}}}@media (prefers-color-scheme: dark){{:root{{{variables(True)}}}}}"
+    return picture.themed.replace("<defs>", f"<style>{style}</style>\n <defs>", 1)
