@@ -133,33 +133,31 @@ FAMILIES = {"modernbert": "ModernBERT", "gemma3": "Gemma 3"}
 
 def whole_models(record: measured.Record) -> str:
     """Time of a forward pass of whole models against length, before and after ``swap(model)``, as SVG."""
-    rows = [row for row in record.held["rows"] if row["what"] == "forward"]
-    told, lengths = [], sorted({row["length"] for row in rows if row["case"] in FAMILIES})
-    with matplotlib.rc_context(STYLE | {"font.size": 10, "axes.titlesize": 9}):
-        figure = Figure(figsize=(5.2, 3.6), layout="constrained", facecolor="white")
-        axes = figure.subplots()
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        for (case, name), colour in zip(FAMILIES.items(), COLOURS, strict=False):
-            own = sorted((row for row in rows if row["case"] == case), key=lambda row: row["length"])
-            tokens, last = [row["length"] for row in own], own[-1]
-            axes.plot(tokens, [row["seconds"] for row in own], color=colour, linewidth=1.6, linestyle="--", label=name)
-            after, label = [row["swapped_seconds"] for row in own], f"{name}, swap(model)"
-            axes.plot(tokens, after, color=colour, linewidth=2.4, label=label)
-            beside = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
-            axes.annotate(f"{last['times']:.1f}x", (last["length"], after[-1]), color=colour, **beside)
-            told.append(f"{name}: {last['times']:.1f} times as fast at {last['length']:,}")
-        axes.legend(loc="upper left", handlelength=2.4, borderaxespad=0.2)
-        axes.set_xticks(lengths[::2], [f"{length:,}" for length in lengths[::2]])
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.minorticks_off()
-        axes.margins(x=0.03)
-        axes.grid(color=GRID, linewidth=0.5)
-        axes.set_xlabel("tokens")
-        threads = f"{record.meta['threads']} thread{'s' * (record.meta['threads'] > 1)}"
-        about = f"{record.meta['hardware']}, {threads}; {record.name[:10]}"
-        axes.set_title(f"seconds of a forward pass of the whole model, float32\n{about}", fontweight="normal")
-        alt = f"Seconds of a forward pass against tokens, before and after swap(model). {'; '.join(told)} tokens."
+    told, meta = [], record.meta
+    with matplotlib.rc_context(STYLE | {"font.size": 10}):
+        figure = Figure(figsize=(5.2, 3.2), layout="constrained", facecolor="white")
+        for axes, (case, name) in zip(figure.subplots(1, len(FAMILIES), sharey=True), FAMILIES.items(), strict=True):
+            rows = [row for row in record.held["rows"] if (row["case"], row["what"]) == (case, "forward")]
+            rows.sort(key=lambda row: row["length"])
+            lengths, last = [row["length"] for row in rows], rows[-1]
+            before, after = ([row[what] for row in rows] for what in ("seconds", "swapped_seconds"))
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.plot(lengths, before, color=INK, linewidth=1.6, linestyle="--", label="transformers")
+            axes.plot(lengths, after, color=COLOURS[0], linewidth=2.4, label="swap(model)")
+            ticks = lengths[::-3][::-1]
+            axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.minorticks_off()
+            axes.margins(x=0.06)
+            axes.grid(color=GRID, linewidth=0.5)
+            axes.set_title(f"{name}: {last['times']:.1f}x at {lengths[-1]:,}", fontweight="normal")
+            told.append(f"{name}: {last['times']:.1f} times as fast at {lengths[-1]:,} tokens")
+        figure.axes[0].legend(loc="upper left", handlelength=2.0, borderaxespad=0.1)
+        threads = f"{meta['threads']} thread{'s' * (meta['threads'] > 1)}"
+        figure.supxlabel(f"tokens\n{meta['hardware']}, {threads}; {record.name[:10]}", fontsize=9)
+        figure.supylabel("seconds, forward, whole model", fontsize=9)
+        alt = f"Seconds of a forward pass against tokens, before and after swap(model). {'; '.join(told)}."
         return adaptive(Picture(svg(figure, alt), alt))
 
 
