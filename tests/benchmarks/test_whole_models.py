@@ -54,7 +54,6 @@ def test_figures_are_derived_from_the_pairs(monkeypatch: pytest.MonkeyPatch) -> 
     assert found["difference"] == 0.25
 
 
-@pytest.mark.slow
 def test_every_way_reads_the_same_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--cases", "minilm", "--lengths", "24", "--longest", "20", "--rounds", "1")
     rows = run(instead, "instead", tmp_path, *arguments)["rows"]
