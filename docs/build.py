@@ -200,10 +200,12 @@ KINDS = {  # what a record's name begins with -> what it is, and the program whe
     "costs": ("every mechanism swapped into MiniLM, untrained", "python -m benchmarks.real_model"),
     "gates": ("one commit beside an earlier one", "python benchmarks/gates.py"),
     "generation": ("tokens written by `generate()`", "python -m benchmarks.generation"),
+    "instead": ("`swap(model)` beside ONNX Runtime and int8", ""),
     "long-texts": ("a converted model at 512 to 32,768 tokens", ""),
     "reproduce": ("a paper's figure", ""),
     "retrieval": ("which of 300 manuals a passage is of", ""),
     "study": ("what mechanisms learn", ""),
+    "whole-models": ("whole models before and after `swap(model)`", ""),
     "window-and-mask": ("a window of pixels beside the same as a mask", "python -m benchmarks.against_exact"),
 }
 OPTIONS = "its options in `experiments/README.md`"
@@ -400,10 +402,13 @@ def generated() -> dict[Path, str]:
     sys.path.insert(0, str(ROOT))  # experiments/ is of the checkout, not of the package
     from experiments import pages
 
-    bench = measured.newest("bench")
-    source = f"{bench.name}: {hashlib.sha256(json.dumps(bench.held).encode()).hexdigest()}"
-    picture = pictures.times(bench).replace("</svg>", f"<!-- {source} -->\n</svg>")
-    return {path: fresh(path) for path in PAGES} | {DOCS / "times.svg": picture} | pages.made()
+    def drawn(draw: Callable[[measured.Record], str], record: measured.Record) -> str:
+        source = f"{record.name}: {hashlib.sha256(json.dumps(record.held).encode()).hexdigest()}"
+        return draw(record).replace("</svg>", f"<!-- {source} -->\n</svg>")
+
+    made = {DOCS / "times.svg": drawn(pictures.times, measured.newest("bench"))}
+    made[DOCS / "whole-models.svg"] = drawn(pictures.whole_models, measured.newest("whole-models"))
+    return {path: fresh(path) for path in PAGES} | made | pages.made()
 
 
 def stale() -> list[str]:

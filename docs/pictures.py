@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fast_attention import Attention, Bound, Mixer, Shape, attention_rows, catalogue
-from fast_attention.lab.drawing import COLOURS, GRID, INK, STYLE, attention_map, svg
+from fast_attention.lab.drawing import COLOURS, DARK, GRID, INK, STYLE, Picture, attention_map, svg
 
 # What a mechanism attends to, on the same seeded tokens for all
 
@@ -124,3 +124,48 @@ def times(bench: measured.Record) -> str:
         about = f"{meta['heads']} heads of {meta['head_dim']}, {meta['dtype']}, {bench.machine}; {bench.name[:10]}"
         axes.set_title(f"milliseconds, forward, {about}", fontweight="normal")
         return svg(figure, f"Milliseconds of a forward pass against tokens. At {longest:,} tokens: {told}.")
+
+
+# What the newest record of whole models says
+
+FAMILIES = {"modernbert": "ModernBERT", "gemma3": "Gemma 3"}
+
+
+def whole_models(record: measured.Record) -> str:
+    """Time of a forward pass of whole models against length, before and after ``swap(model)``, as SVG."""
+    told, meta = [], record.meta
+    with matplotlib.rc_context(STYLE | {"font.size": 10}):
+        figure = Figure(figsize=(5.2, 3.2), layout="constrained", facecolor="white")
+        for axes, (case, name) in zip(figure.subplots(1, len(FAMILIES), sharey=True), FAMILIES.items(), strict=True):
+            rows = [row for row in record.held["rows"] if (row["case"], row["what"]) == (case, "forward")]
+            rows.sort(key=lambda row: row["length"])
+            lengths, last = [row["length"] for row in rows], rows[-1]
+            before, after = ([row[what] for row in rows] for what in ("seconds", "swapped_seconds"))
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.plot(lengths, before, color=INK, linewidth=1.6, linestyle="--", label="transformers")
+            axes.plot(lengths, after, color=COLOURS[0], linewidth=2.4, label="swap(model)")
+            ticks = lengths[::-3][::-1]
+            axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.minorticks_off()
+            axes.margins(x=0.06)
+            axes.grid(color=GRID, linewidth=0.5)
+            axes.set_title(f"{name}: {last['times']:.1f}x at {lengths[-1]:,}", fontweight="normal")
+            told.append(f"{name}: {last['times']:.1f} times as fast at {lengths[-1]:,} tokens")
+        figure.axes[0].legend(loc="upper left", handlelength=2.0, borderaxespad=0.1)
+        threads = f"{meta['threads']} thread{'s' * (meta['threads'] > 1)}"
+        figure.supxlabel(f"tokens\n{meta['hardware']}, {threads}; {record.name[:10]}", fontsize=9)
+        figure.supylabel("seconds, forward, whole model", fontsize=9)
+        alt = f"Seconds of a forward pass against tokens, before and after swap(model). {'; '.join(told)}."
+        return adaptive(Picture(svg(figure, alt), alt))
+
+
+def adaptive(picture: Picture) -> str:
+    """A picture that turns dark where its reader's screen is set to dark."""
+
+    def variables(dark: bool) -> str:
+        return "".join(f"--{colour[1:]}:{DARK[colour] if dark else colour};" for colour in DARK)
+
+    style = f":root{{{variables(False)}}}@media (prefers-color-scheme: dark){{:root{{{variables(True)}}}}}"
+    return picture.themed.replace("<defs>", f"<style>{style}</style>\n <defs>", 1)
