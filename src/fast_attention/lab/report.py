@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from fast_attention import catalogue
-from fast_attention.lab import pages, pictures, verdicts
+from fast_attention.lab import pages, pictures, same_results, verdicts
 from fast_attention.lab.comparison import Comparison
 from fast_attention.lab.numbers import bytes_of, count, digits, factor, milliseconds, percent
 from fast_attention.lab.pages import Figure, Folded, Listing, Section, Words
