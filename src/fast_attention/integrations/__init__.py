@@ -4,6 +4,9 @@ Importing it lets transformers' own ``from_pretrained`` read swapped models.
 """
 
 from fast_attention.integrations import registration
+from fast_attention.integrations.exact.report import ExactLayer as ExactLayer
+from fast_attention.integrations.exact.report import ExactReport as ExactReport
+from fast_attention.integrations.exact.report import Verified as Verified
 from fast_attention.integrations.extending import extend as extend
 from fast_attention.integrations.positions import Extension as Extension
 from fast_attention.integrations.report import Layer as Layer
@@ -13,7 +16,8 @@ from fast_attention.integrations.swapping import swap as swap
 from fast_attention.integrations.swapping import swap_back as swap_back
 
 __all__ = [
-    "Extension", "Layer", "Report", "extend", "from_pretrained", "swap", "swap_back",
+    "ExactLayer", "ExactReport", "Extension", "Layer", "Report", "Verified", "extend", "from_pretrained", "swap",
+    "swap_back",
 ]  # fmt: skip
 
 registration.install()

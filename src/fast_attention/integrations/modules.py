@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -65,3 +66,15 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     """Put ``new`` in place of the module called ``name``."""
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, new)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set the model to evaluation in the block, and each of its modules back afterwards."""
+    modes = {part: part.training for part in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training

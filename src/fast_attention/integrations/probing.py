@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from fast_attention.integrations import attention, calls
 from fast_attention.integrations.attention import Call
+from fast_attention.integrations.modules import evaluating
 from fast_attention.integrations.swapped import layers_of
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanism import Unsupported
@@ -264,15 +265,3 @@ def _ran() -> Iterator[set[nn.Module]]:
         yield run
     finally:
         handle.remove()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set the model to evaluation in the block, and each of its modules back afterwards."""
-    modes = {part: part.training for part in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training

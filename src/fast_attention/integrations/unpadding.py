@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations import calls, packed_rows, probing
+from fast_attention.integrations import calls, packed_rows
 from fast_attention.integrations.exact import mode
+from fast_attention.integrations.modules import evaluating
 from fast_attention.mechanism import Unsupported
 
 TEXTS = (3, 9, 1, 5)  # tokens of the texts on which a model is tried
@@ -79,7 +80,7 @@ def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
     batch.fill_(padding)
     for i, text in enumerate(texts):
         batch[i, : text.shape[1]], mask[i, : text.shape[1]] = text, 1
-    with torch.no_grad(), probing.evaluating(model):
+    with torch.no_grad(), evaluating(model):
         wanted = [base(text) for text in texts]
         set_skipping(model, True)
         try:

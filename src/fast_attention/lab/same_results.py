@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fast_attention import swap
+from fast_attention.integrations import swap
 from fast_attention.lab import loading
 from fast_attention.lab.capture import HuggingFace, Source
 from fast_attention.lab.numbers import digits

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import clock
-from fast_attention.integrations import probing
 from fast_attention.integrations.costs import span, wrapped
 from fast_attention.integrations.exact import mode
+from fast_attention.integrations.modules import evaluating
 
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12}  # of outputs, relative to the largest; others: of rounding
 ROUNDS, PATIENCE = 5, 10.0  # of timing both in turns; seconds after which no further round begins
@@ -138,7 +138,7 @@ def verified(model: nn.Module, batch: Any) -> Verified:
     weights = [p for p in model.parameters() if p.requires_grad] if trains else []
 
     def run() -> tuple[list[Tensor], list[Tensor | None]]:
-        with probing.evaluating(model), torch.set_grad_enabled(trains):
+        with evaluating(model), torch.set_grad_enabled(trains):
             outputs = _outputs(model, batch)
             if not trains:
                 return outputs, []
@@ -182,7 +182,7 @@ def tensors(outputs: Any, mask: Tensor | None) -> list[Tensor]:
 
 def _outputs(model: Any, batch: Any) -> list[Tensor]:
     if _is_texts(batch):
-        if not hasattr(model, "encode"):
+        if getattr(model, "encode", None) is None:
             raise TypeError(
                 "verify(texts) needs a model with encode, such as a SentenceTransformer: give token numbers"
             )

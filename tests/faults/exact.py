@@ -1,0 +1,40 @@
+"""Faults seeded into ``integrations/exact``: results that are others, and forms that run where they do not pay."""
+
+from tests.faults.fault import Fault
+
+FAMILIES = "tests/hf/test_families.py"
+FAULTS = [
+    Fault("never slower: short inputs run in tiles", "integrations/exact/masks.py", "SHORTEST = 256", "SHORTEST = 16",
+          f"{FAMILIES} -k 'short_inputs and Mistral'"),
+    Fault("never slower: little padding is skipped", "integrations/unpadding.py",
+          "LEAST, PER_TEXT = 32, 3", "LEAST, PER_TEXT = 0, 0", f"{FAMILIES} -k 'short_inputs and Bert'"),
+    Fault("same results: a window is one token short", "integrations/exact/attention.py",
+          "window = (keys - 1 if back is None else back, right)", "window = (keys - 1 if back is None else back - 1, right)",
+          f"{FAMILIES} -k 'outputs_are and Mistral'"),
+    Fault("same results: later tokens are seen", "integrations/exact/attention.py",
+          "is_causal=causal and keys > 1", "is_causal=False", f"{FAMILIES} -k 'outputs_are and Llama'"),
+    Fault("same results: texts of a packed row see each other", "integrations/exact/masks.py",
+          "rows if seen.sequences is None else rows + seen.sequences", "rows", f"{FAMILIES} -k 'outputs_are and Llama'"),
+    Fault("same results: the scale of the layer is lost", "integrations/exact/attention.py",
+          "attend(query, key, value, seen, scale=scaling,", "attend(query, key, value, seen, scale=None,",
+          f"{FAMILIES} -k 'outputs_are and Gemma3'"),
+    Fault("same results: sinks are left out", "integrations/exact/attention.py",
+          "sinks=extra.get(SINKS)", "sinks=None", f"{FAMILIES} -k 'outputs_are and GptOss'"),
+    Fault("16 bits: a block of queries begins a token late", "integrations/exact/attention.py",
+          "visible = (column >= row)", "visible = (column > row)", f"{FAMILIES} -k 'bfloat16 and Mistral'"),
+    Fault("long inputs make a mask of all pairs", "integrations/exact/masks.py",
+          "        return positions.keys >= pays_from(", "        return positions.keys >= 9 * pays_from(",
+          f"{FAMILIES} -k 'long_inputs and Mistral'"),
+    Fault("cut queries lose their causal order", "integrations/exact/masks.py",
+          "mask is not None or q_length < 2 or not cuts", "True", f"{FAMILIES} -k cut_queries"),
+    Fault("holes in a text are closed up", "integrations/exact/masks.py",
+          "return seen.tokens is None or _runs_on(seen)", "return True", "tests/hf/test_swapped.py -k callers_own"),
+    Fault("attention matrices are lost", "integrations/exact/masks.py",
+          '(calls.shows_any() and before == "eager")', "False", "tests/hf/test_swapped.py -k matrices"),
+    Fault("a check compares a model with itself", "integrations/exact/mode.py", "    with _set(False):", "    with _set(True):",
+          "tests/hf/test_swapped.py -k where_results"),
+    Fault("a form that is another function stays", "integrations/exact/swapping.py", "        _check(model, forward)\n", "",
+          "tests/hf/test_swapped.py -k left_alone"),
+    Fault("configs of other models are changed", "integrations/exact/swapping.py", "    fresh.own_configs(model)\n", "",
+          "tests/hf/test_swapped.py -k same_config"),
+]  # fmt: skip
