@@ -5,6 +5,9 @@ Importing it lets transformers' own ``from_pretrained`` read swapped models.
 
 from fast_attention.integrations import registration
 from fast_attention.integrations.extending import extend as extend
+from fast_attention.integrations.late_chunking import Chunk as Chunk
+from fast_attention.integrations.late_chunking import LateChunks as LateChunks
+from fast_attention.integrations.late_chunking import late_chunks as late_chunks
 from fast_attention.integrations.positions import Extension as Extension
 from fast_attention.integrations.report import Layer as Layer
 from fast_attention.integrations.report import Report as Report
@@ -13,7 +16,8 @@ from fast_attention.integrations.swapping import swap as swap
 from fast_attention.integrations.swapping import swap_back as swap_back
 
 __all__ = [
-    "Extension", "Layer", "Report", "extend", "from_pretrained", "swap", "swap_back",
+    "Chunk", "Extension", "LateChunks", "Layer", "Report", "extend", "from_pretrained", "late_chunks", "swap",
+    "swap_back",
 ]  # fmt: skip
 
 registration.install()
