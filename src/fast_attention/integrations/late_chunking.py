@@ -128,13 +128,13 @@ def late_chunks(
     prompt = encoder.prompt if prompt is None else prompt
     encoding = _tokenized(encoder.tokenizer, prompt, document)
     longest = _longest(model, encoder.tokenizer)
-    room = encoding.room(longest)
+    content = encoding.content(longest)
     if isinstance(chunk, Sequence) and not isinstance(chunk, str):
         places = _given(chunk, document, encoding.offsets, longest)
     else:
         places = _counted(chunk, encoding.offsets, longest)
     with torch.no_grad(), _evaluating(model):
-        tokens = _read(encoder.tokens, encoding, room, next(model.parameters()).device)
+        tokens = _read(encoder.tokens, encoding, content, next(model.parameters()).device)
         means = torch.stack([tokens[place.tokens.start : place.tokens.stop].mean(0) for place in places])
         vectors = encoder.behind(means)
     chunks = zip(places, vectors, strict=True)
@@ -240,8 +240,8 @@ class _Encoding(NamedTuple):
     behind: range  # special tokens
     offsets: list[tuple[int, int]]  # of the document's own tokens: first character, and that behind the last
 
-    def room(self, longest: int) -> int:
-        """How many tokens of the document a window of so many tokens has room for."""
+    def content(self, longest: int) -> int:
+        """How many tokens of the document fit into a window of so many tokens."""
         around = len(self.before) + len(self.behind)
         if longest <= around:
             raise ValueError(f"prompt and special tokens are {around} tokens, and the model reads {longest} at once")
@@ -266,27 +266,29 @@ def _tokenized(tokenizer: Any, prompt: str, document: str) -> _Encoding:
     return _Encoding(inputs, range(first), range(last, count), places)
 
 
-def windows(count: int, room: int) -> list[tuple[range, range]]:
+def windows(count: int, content: int) -> list[tuple[range, range]]:
     """Windows over a document: the tokens that each reads, and those of them whose vectors are taken from it.
 
     All windows are equally wide and equally far apart. A token belongs to the window whose middle is nearest.
 
     Args:
         count: Tokens of the document.
-        room: Tokens of a window.
+        content: Tokens of a window.
     """
-    width = min(count, room)
-    steps = -(-(count - width) // (room - room // OVERLAP))
+    width = min(count, content)
+    steps = -(-(count - width) // (content - content // OVERLAP))
     starts = [round(i * (count - width) / max(steps, 1)) for i in range(steps + 1)]
     borders = [(left + width + right + 1) // 2 for left, right in itertools.pairwise(starts)]
     taken = itertools.pairwise([0, *borders, count])
     return [(range(start, start + width), range(*each)) for start, each in zip(starts, taken, strict=True)]
 
 
-def _read(read: Callable[[dict[str, Tensor]], Tensor], encoding: _Encoding, room: int, device: torch.device) -> Tensor:
+def _read(
+    read: Callable[[dict[str, Tensor]], Tensor], encoding: _Encoding, content: int, device: torch.device
+) -> Tensor:
     """The vectors (tokens, width) of the document's own tokens."""
     first, found = len(encoding.before), []
-    all_windows = windows(len(encoding.offsets), room)
+    all_windows = windows(len(encoding.offsets), content)
     index = torch.tensor([[*encoding.before, *(first + i for i in seen), *encoding.behind] for seen, _ in all_windows])
     size = max(TOKENS_AT_ONCE // index.shape[1], 1)
     for begin in range(0, len(all_windows), size):
