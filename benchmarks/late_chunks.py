@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks import retrieval
 from benchmarks.manuals import PACKAGES, Manual, manuals
 from experiments.arguments import Arguments
 from fast_attention import files, late_chunks
@@ -37,7 +36,7 @@ PASSAGE, EACH = 100, 3  # tokens of a passage, and how many are cut out of a doc
 SMALL, LARGE = 128, 256  # tokens of a chunk
 READS = 512  # tokens that the model reads at once
 LATE, ALONE, CUT = "late chunks", "chunks encoded alone", "first 512 tokens"
-NEAREST, MEAN = "nearest counts", "mean"
+NEAREST, MEAN, ONE = "nearest counts", "mean", "one vector"
 
 
 class Held(NamedTuple):
@@ -117,22 +116,37 @@ def measure(reader: Reader, held: Sequence[Held], step: Callable[[str], None]) -
             started = time.process_time()
             made = run(each.document)
             took = time.process_time() - started
-            for size, found in made.items():
+            for size, each_chunk in made.items():
                 seconds[way, size] = seconds.get((way, size), 0.0) + took
-                vectors.setdefault((way, size), []).append(F.normalize(found, dim=-1))
-    asked = torch.stack([torch.cat([reader.cut(passage)[READS] for passage in each.passages]) for each in held], 1)
-    rows = []
+                vectors.setdefault((way, size), []).append(F.normalize(each_chunk, dim=-1))
+    passages = torch.cat([reader.cut(passage)[READS] for each in held for passage in each.passages])
+    owners = torch.arange(len(held)).repeat_interleave(EACH)
+    found: dict[tuple[str, int, str], Tensor] = {}
     for (way, size), documents in vectors.items():
-        means = [each.mean(0, keepdim=True) for each in documents]
-        for use, taken in {NEAREST: documents, MEAN: means}.items() if way != CUT else [("one vector", documents)]:
-            found = [retrieval.ranks(passages, taken) for passages in asked]
-            rows.append({
-                "way": way, "chunk": size, "use": use,
-                "recall_at_1": sum(each.recall for each in found) / len(found),
-                "mrr": sum(each.mrr for each in found) / len(found),
-                "seconds": seconds[way, size],
-            })  # fmt: skip
-    return rows
+        if way == CUT:
+            found[way, size, ONE] = ranks(passages, documents, owners)
+        else:
+            found[way, size, NEAREST] = ranks(passages, documents, owners)
+            found[way, size, MEAN] = ranks(passages, [each.mean(0, keepdim=True) for each in documents], owners)
+    return [row(each, found, seconds[each[:2]]) for each in found]
+
+
+def ranks(passages: Tensor, documents: Sequence[Tensor], owners: Tensor) -> Tensor:
+    """The rank of each passage's own document by the cosine of its nearest vector; ties count against it."""
+    passages = F.normalize(passages, dim=-1)
+    scores = torch.stack([(passages @ F.normalize(each, dim=-1).T).amax(1) for each in documents], 1)
+    return (scores >= scores.gather(1, owners[:, None])).sum(1)
+
+
+def row(key: tuple[str, int, str], found: dict[tuple[str, int, str], Tensor], seconds: float) -> dict[str, Any]:
+    """A row of the record; of late chunks also the passages that chunks encoded alone do not find, and the reverse."""
+    way, size, use = key
+    own, other = found[key] == 1, found.get((ALONE, size, use), found[key]) == 1
+    pairs = {"gained": int((own & ~other).sum()), "lost": int((other & ~own).sum())} if way == LATE else {}
+    return {
+        "way": way, "chunk": size, "use": use, "recall_at_1": float(own.float().mean()),
+        "mrr": float((1 / found[key]).mean()), **pairs, "seconds": seconds,
+    }  # fmt: skip
 
 
 def meta(read: Sequence[Manual], held: Sequence[Held], lengths: list[int], asked: argparse.Namespace) -> dict[str, Any]:
@@ -171,10 +185,10 @@ def main() -> None:
         rows = measure(reader, held, step)
     about["finished"] = surroundings.timestamp()
     files.write(asked.out, records.sealed("late chunks", {"meta": about, "rows": rows}) + "\n")
-    heads = ["a document becomes", "tokens", "of these", "recall at 1", "MRR", "seconds"]
+    heads = ["a document becomes", "tokens", "of these", "recall at 1", "MRR", "gained, lost", "seconds"]
     cells = [
         [row["way"], f"{row['chunk']}", row["use"], f"{row['recall_at_1']:.3f}", f"{row['mrr']:.3f}",
-         f"{row['seconds']:.0f}"]
+         f"{row['gained']}, {row['lost']}" if "gained" in row else "", f"{row['seconds']:.0f}"]
         for row in rows
     ]  # fmt: skip
     show(Table(heads, cells, left=[2]), f"Record: {asked.out}")

@@ -30,6 +30,22 @@ def test_a_chunk_twice_as_large_is_the_mean_of_its_tokens() -> None:
     assert torch.allclose(late_chunks.merged(means, [2, 2, 2, 1]), torch.stack([x.mean(0) for x in tokens.split(4)]))
 
 
+def test_ranks_are_counted_by_the_nearest_vector_and_compared_passage_by_passage() -> None:
+    axes, owners = torch.eye(3), torch.tensor([0, 0, 1, 2])
+    passages = torch.stack([axes[0], axes[1], axes[1], axes[0] + 2 * axes[2]])
+    documents = [axes[i : i + 1] for i in range(3)]
+    late = late_chunks.ranks(passages, documents, owners)
+    assert late.tolist() == [1, 3, 1, 1], "a tie with a document that is no nearer counts against"
+    several = [torch.stack([axes[0], 5 * axes[1]]), axes[2:], axes[2:]]
+    alone = late_chunks.ranks(passages, several, owners)
+    assert alone.tolist() == [1, 1, 3, 2]
+    key, other = (late_chunks.LATE, 6, late_chunks.MEAN), (late_chunks.ALONE, 6, late_chunks.MEAN)
+    made = late_chunks.row(key, {key: late, other: alone}, 1.5)
+    assert (made["recall_at_1"], made["gained"], made["lost"], made["seconds"]) == (0.75, 2, 1, 1.5)
+    assert made["mrr"] == pytest.approx((3 + 1 / 3) / 4)
+    assert "gained" not in late_chunks.row(other, {key: late, other: alone}, 1.5)
+
+
 def test_every_way_reads_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_chunks, "SMALL", 6)
     monkeypatch.setattr(late_chunks, "LARGE", 12)
@@ -45,7 +61,7 @@ def test_every_way_reads_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(row["way"], row["chunk"], row["use"]) for row in rows] == [
         *((way, size, use) for way in (late_chunks.LATE, late_chunks.ALONE) for size in (6, 12)
           for use in (late_chunks.NEAREST, late_chunks.MEAN)),
-        (late_chunks.CUT, 24, "one vector"),
+        (late_chunks.CUT, 24, late_chunks.ONE),
     ]  # fmt: skip
     assert all(0 <= row["recall_at_1"] <= row["mrr"] <= 1 and row["seconds"] > 0 for row in rows)
     ids = numbers(held[0].document)
