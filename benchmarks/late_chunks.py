@@ -116,9 +116,9 @@ def measure(reader: Reader, held: Sequence[Held], step: Callable[[str], None]) -
             started = time.process_time()
             made = run(each.document)
             took = time.process_time() - started
-            for size, each_chunk in made.items():
+            for size, chunks in made.items():
                 seconds[way, size] = seconds.get((way, size), 0.0) + took
-                vectors.setdefault((way, size), []).append(F.normalize(each_chunk, dim=-1))
+                vectors.setdefault((way, size), []).append(F.normalize(chunks, dim=-1))
     passages = torch.cat([reader.cut(passage)[READS] for each in held for passage in each.passages])
     owners = torch.arange(len(held)).repeat_interleave(EACH)
     found: dict[tuple[str, int, str], Tensor] = {}
