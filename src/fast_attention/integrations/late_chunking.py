@@ -10,7 +10,6 @@ import bisect
 import inspect
 import itertools
 import operator
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -155,8 +154,8 @@ class _Encoder(NamedTuple):
 
 def _encoder(model: nn.Module, tokenizer: Any) -> _Encoder:
     is_module("model", model)
-    kind = getattr(sys.modules.get("sentence_transformers"), "SentenceTransformer", ())
-    if isinstance(model, kind):
+    kinds = {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(model).__mro__}
+    if "sentence_transformers.SentenceTransformer" in kinds:
         if tokenizer is not None:
             raise TypeError("tokenizer= is for Hugging Face models: a SentenceTransformer has its own")
         return _of_sentence_transformer(model)
