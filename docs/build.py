@@ -149,6 +149,21 @@ def retrieved() -> str:
     return f"{table(heads, rows)}\n\n{about}"
 
 
+def late() -> str:
+    """How well late chunks find a document, beside chunks that are encoded alone, and what they cost."""
+    record = measured.newest("late-chunks*")
+    rows = [
+        (row["way"], f"{row['chunk']}", row["use"], f"{row['recall_at_1']:.3f}", f"{row['mrr']:.3f}",
+         f"{row['gained']}, {row['lost']}" if "gained" in row else "", f"{row['seconds']:.0f}")
+        for row in sorted(record.held["rows"], key=lambda row: -row["recall_at_1"])
+    ]  # fmt: skip
+    heads = ("a document becomes", "tokens", "of these", "recall at 1", "MRR", "gained, lost", "seconds")
+    about = f"{record.meta['passages']} passages of {record.meta['documents']} manuals, "
+    about += f"{record.meta['tokens']['least']:,} to {record.meta['tokens']['most']:,} tokens each, read "
+    about += f"{record.meta['reads']} at once; {record.machine} ({record.link})."
+    return f"{table(heads, rows)}\n\n{about}"
+
+
 def chosen() -> str:
     """What blocks and windows, untrained, leave of a model's embeddings of long texts, by length."""
     record = measured.newest("chosen-blocks")
@@ -201,6 +216,7 @@ KINDS = {  # what a record's name begins with -> what it is, and the program whe
     "gates": ("one commit beside an earlier one", "python benchmarks/gates.py"),
     "generation": ("tokens written by `generate()`", "python -m benchmarks.generation"),
     "instead": ("`swap(model)` beside ONNX Runtime and int8", ""),
+    "late-chunks": ("late chunks beside chunks encoded alone, 150 manuals", ""),
     "long-texts": ("a converted model at 512 to 32,768 tokens", ""),
     "reproduce": ("a paper's figure", ""),
     "retrieval": ("which of 300 manuals a passage is of", ""),
@@ -380,10 +396,16 @@ def rooms() -> str:
 
 PARTS: dict[str, Callable[..., str]] = {part.__name__: part for part in (
     measured.gain, measured.untrained, measured.converted, measured.state, lengths, learned, decision, retrieved,
-    chosen, swapped, priced, conversions, written, recorded, overview, names, vehicles, rooms,
+    late, chosen, swapped, priced, conversions, written, recorded, overview, names, vehicles, rooms,
 )}  # fmt: skip
 MARK = re.compile(r"(<!-- build: (\w+)(?: ([^<>\n]*))? -->)(.*?)(<!-- end -->)", re.S)
-PAGES = [ROOT / "README.md", ROOT / "CHARTER.md", ROOT / "records" / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHARTER.md",
+    ROOT / "records" / "README.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.glob("guides/*.md")),
+]
 
 
 def fresh(path: Path) -> str:
@@ -392,6 +414,7 @@ def fresh(path: Path) -> str:
     def made(mark: re.Match[str]) -> str:
         text = PARTS[mark[2]](*mark[3].split("; ") if mark[3] else ())
         text = re.sub(r" \(\[[^]]*\]\([^)]*\)(, .*)?\)", "", text) if path.parent == ROOT else text
+        text = text.replace("](../", "](../../") if path.parent.name == "guides" else text
         return mark[1] + (f"\n{text}\n" if "\n" in mark[4] else text) + mark[5]
 
     return MARK.sub(made, path.read_text(encoding="utf-8"))

@@ -51,7 +51,7 @@ from fast_attention import conformance as conformance
 # These are imported when they are asked for: importing them registers swapped models with transformers.
 if TYPE_CHECKING:
     from fast_attention.integrations import extend as extend, swap as swap, swap_back as swap_back
-    from fast_attention.integrations import from_pretrained as from_pretrained
+    from fast_attention.integrations import from_pretrained as from_pretrained, late_chunks as late_chunks
     from fast_attention.conversion import convert as convert
 LATER = {"extend": "integrations", "swap": "integrations", "swap_back": "integrations",
-         "from_pretrained": "integrations", "convert": "conversion"}  # fmt: skip
+         "from_pretrained": "integrations", "late_chunks": "integrations", "convert": "conversion"}  # fmt: skip

@@ -29,7 +29,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Qwen2": {**GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "Qwen3": {**GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "Gemma2": {**MIXED, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
-    "Gemma3Text": {**MIXED, "query_pre_attn_scalar": 8},
+    "Gemma3Text": {**MIXED, "query_pre_attn_scalar": 4},
     "Gemma4Text": {**MIXED, "global_head_dim": 8, "vocab_size_per_layer_input": VOCABULARY,
                    "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
     "Cohere2": MIXED,

@@ -8,6 +8,9 @@ from fast_attention.integrations.exact.report import ExactLayer as ExactLayer
 from fast_attention.integrations.exact.report import ExactReport as ExactReport
 from fast_attention.integrations.exact.report import Verified as Verified
 from fast_attention.integrations.extending import extend as extend
+from fast_attention.integrations.late_chunking import Chunk as Chunk
+from fast_attention.integrations.late_chunking import LateChunks as LateChunks
+from fast_attention.integrations.late_chunking import late_chunks as late_chunks
 from fast_attention.integrations.positions import Extension as Extension
 from fast_attention.integrations.report import Layer as Layer
 from fast_attention.integrations.report import Report as Report
@@ -16,7 +19,8 @@ from fast_attention.integrations.swapping import swap as swap
 from fast_attention.integrations.swapping import swap_back as swap_back
 
 __all__ = [
-    "ExactLayer", "ExactReport", "Extension", "Layer", "Report", "Verified", "extend", "from_pretrained", "swap",
+    "Chunk", "ExactLayer", "ExactReport", "Extension", "LateChunks", "Layer", "Report", "Verified", "extend",
+    "from_pretrained", "late_chunks", "swap",
     "swap_back",
 ]  # fmt: skip
 
