@@ -127,6 +127,10 @@ def flattened(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row 
     )
     if shown or not as_object or not isinstance(mask, Tensor) or mask.ndim != 2 or "cu_seq_lens_q" in arguments:
         return None
+    if "use_cache" in _names(model):  # of what sees later tokens too, a cache is of no use
+        if arguments.get("use_cache"):
+            return None
+        arguments["use_cache"] = False
     is_token = mask.bool()
     if bool(is_token.all()) or not bool(is_token.any()):
         return None

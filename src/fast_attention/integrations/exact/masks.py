@@ -57,7 +57,13 @@ def structured(
     whole = functools.partial(dense, allow_is_causal_skip=False)
 
     device = torch.device(device) if isinstance(device, str) else device
-    if traced() or use_vmap or isinstance(q_offset, Tensor) or device.type != "cpu" or q_length < 2:
+    if (
+        traced()
+        or (use_vmap and not _is_of_transformers(mask_function))
+        or isinstance(q_offset, Tensor)
+        or device.type != "cpu"
+        or q_length < 2
+    ):
         return as_before()
     packed = next(calls.packed(), None)
     runs = packed is not None or q_length >= SHORTEST
@@ -80,6 +86,13 @@ def structured(
     ):
         return seen
     return as_before()
+
+
+def _is_of_transformers(sees: Any) -> bool:
+    """Whether a mask function is made of transformers' own, which go by positions; a caller's may do anything."""
+    parts = [cell.cell_contents for cell in sees.__closure__ or ()]
+    joined = [part for each in parts if isinstance(each, tuple) for part in each]
+    return sees.__module__.startswith("transformers.") and all(map(_is_of_transformers, joined))
 
 
 def _cuts_queries(settings: dict[str, Any]) -> bool:
