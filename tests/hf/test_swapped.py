@@ -17,6 +17,8 @@ from fast_attention.integrations.exact import mode
 from fast_attention.mechanism import Unsupported
 from tests.hf import families
 from tests.hf.test_families import IDS, LEFT, RIGHT, SAME, away, both, first
+from tests.integrations.test_fresh_process import SAME as EQUAL
+from tests.integrations.test_fresh_process import told
 
 LONG = torch.randint(3, families.VOCABULARY, (2, 300), generator=torch.Generator().manual_seed(1))
 HOLES = torch.ones_like(LONG)
@@ -159,6 +161,24 @@ def test_copies_and_models_of_the_same_config() -> None:
         assert torch.equal(first(copied(LONG)), wanted)
     built = type(model)(model.config)
     assert first(built(LONG)).isfinite().all()
+
+
+@torch.no_grad()
+def test_a_process_that_knows_nothing(tmp_path: Path) -> None:
+    """A saved folder needs nothing of this library; a pickled model finds its functions."""
+    model = mistral()
+    swap(model)
+    seen = {"given": (LONG,), "out": first(model(LONG)), "state": model.state_dict()}
+    torch.save(seen, tmp_path / "seen.pt")
+    model.save_pretrained(tmp_path)
+    torch.save(model, tmp_path / "whole.pt")
+    plain = "model = transformers.MistralForCausalLM.from_pretrained('.').eval()"
+    alone = (
+        f"{plain}{EQUAL}\nimport sys\nassert not [name for name in sys.modules if name.startswith('fast_attention')]"
+    )
+    pickled = "model = torch.load('whole.pt', weights_only=False)\nassert 'exact_' in model.config._attn_implementation"
+    outcomes = told([("folder", str(tmp_path), alone), ("pickle", str(tmp_path), pickled + EQUAL)])
+    assert outcomes == {"folder": "", "pickle": ""}
 
 
 @torch.no_grad()

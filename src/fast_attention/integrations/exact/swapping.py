@@ -131,7 +131,9 @@ def described(call: Call, model: Any) -> tuple[str, str, int | None, int | None]
     if seen.back is not None or seen.ahead is not None:
         ahead = "" if call.is_causal else f" and {seen.ahead:,} ahead" if seen.ahead is not None else " and all ahead"
         window = f"a window of {seen.back:,} tokens back{ahead}" if seen.back is not None else f"a window{ahead}"
-        start = masks.pays_from(seen.back, seen.ahead, next(call.module.parameters()).dtype)
+        weights = (*call.module.parameters(), *model.parameters())
+        dtype = next((p.dtype for p in weights if p.is_floating_point()), torch.float32)
+        start = masks.pays_from(seen.back, seen.ahead, dtype)
         return f"{order}attention in {window}{extra}", "in tiles", start, masks.SHORTEST
     what = f"{order or 'full '}attention{extra}"
     if named == masks.NAMES["eager"]:
