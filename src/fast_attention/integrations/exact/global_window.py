@@ -1,7 +1,7 @@
 """Softmax over the keys near a query and a few global ones, under one normaliser, in tiles.
 
-This is the pattern of Longformer and LED, and of BigBird without its random blocks. A query sees a window of keys, and
-keys that every query sees. The global ones are read once, before the loop, and each tile puts them beside its slice.
+This is the pattern of Longformer and LED: a query sees a window of keys, and keys that every query sees. BigBird adds
+blocks that are drawn at random for each block of queries. A tile puts all these keys beside one another.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def attend(
     window: Window,
     *,
     scale: float,
-    hidden: Bool[Tensor, "length"] | None = None,
+    masked: Bool[Tensor, "length"] | None = None,
     columns: Int[Tensor, "number"] | None = None,
     gains: Float[Tensor, "number"] | None = None,
+    blocks: Int[Tensor, "heads tiles choices"] | None = None,
     dropout: float = 0.0,
 ) -> Float[Tensor, "heads length width"]:
     """Softmax attention over a window and global keys; the result is laid out as (length, heads, width).
@@ -53,66 +54,91 @@ def attend(
         v: Values.
         window: Which keys are near.
         scale: Factor on the dot products.
-        hidden: Keys that no window shows: padding, and the global keys, which stand in ``columns``.
-        columns: Positions of the keys that every query sees.
+        masked: Keys that no query sees: padding.
+        columns: Positions of the keys that every query sees, and sees once, also where a window holds them.
         gains: What the scores of ``columns`` gain.
+        blocks: Numbers of the blocks of ``window.rows`` keys that a tile sees besides, again where it sees them anyway.
         dropout: The share of weights that are set to zero.
     """
     settings: Any = {"window": window, "scale": scale, "dropout": dropout}
     settings["seed"] = int(torch.randint(2**62, ())) if dropout else 0
-    return _attend(q, k, v, hidden, columns, gains, **settings)
+    return _attend(q, k, v, masked, columns, gains, blocks, **settings)
 
 
 class _Tile(NamedTuple):
-    """Some heads' queries, their slice of keys, what is added to scores, and which weights are dropped."""
+    """Some heads' queries, their slice and blocks of keys, what is added to scores, and which weights are dropped."""
 
     heads: slice
     rows: slice
     keys: slice
-    bias: Float[Tensor, "rows keys"] | None
+    blocks: Int[Tensor, "heads choices"] | None
+    bias: Float[Tensor, "*#heads rows keys"] | None
     dropped: Bool[Tensor, "heads rows keys"] | None
 
 
 def _tiles(
-    q: Tensor, hidden: Tensor | None, columns: Tensor | None, gains: Tensor | None, window: Window,
-    dropout: float, seed: int,
+    q: Tensor, masked: Tensor | None, columns: Tensor | None, gains: Tensor | None, blocks: Tensor | None,
+    window: Window, dropout: float, seed: int,
 ) -> Iterator[_Tile]:  # fmt: skip
     """Every tile, in the same order and with the same random numbers in every pass."""
     heads, length = q.shape[:2]
-    number = 0 if columns is None else len(columns)
-    together = tiled.heads_together(min(window.rows, length) * (min(window.rows + 2 * window.reach, length) + number))
+    number, choices = 0 if columns is None else len(columns), 0 if blocks is None else blocks.shape[-1]
+    apart = number + choices * window.rows
+    together = tiled.heads_together(min(window.rows, length) * (min(window.rows + 2 * window.reach, length) + apart))
     generator = torch.Generator().manual_seed(seed) if dropout else None
+    hidden, gains = _hidden(masked, columns, gains, q)
     biases: dict[tuple[int, int, int], Tensor | None] = {}
     for head in range(0, heads, together):
         group = slice(head, min(head + together, heads))
-        for first in range(0, length, window.rows):
+        for index, first in enumerate(range(0, length, window.rows)):
             stop = min(first + window.rows, length)
             low, high = max(first - window.reach, 0), min(stop + window.reach, length)
-            place = stop - first, low - first, high - first
+            place, keys = (stop - first, low - first, high - first), apart + high - low
             if place not in biases:
-                biases[place] = _bias(*place, window, number, gains, q)
+                biases[place] = _bias(*place, window, number, apart - number, gains, q)
             bias = biases[place]
             if hidden is not None and hidden[low:high].any():
-                bias = q.new_zeros(stop - first, number + high - low) if bias is None else bias.clone()
-                bias[:, number:].masked_fill_(hidden[low:high] & (bias[:, number:] == 0), LOW)
+                bias = q.new_zeros(stop - first, keys) if bias is None else bias.clone()
+                near = bias[:, number : number + high - low]
+                near.masked_fill_(hidden[low:high] & (near == 0), LOW)
+            chosen = None if blocks is None else blocks[group, index]
+            if chosen is not None and masked is not None:
+                padding = masked.unflatten(0, (-1, window.rows))[chosen].flatten(1)
+                bias = q.new_zeros(stop - first, keys) if bias is None else bias
+                bias = bias.repeat(len(chosen), 1, 1)
+                bias[..., keys - padding.shape[1] :].masked_fill_(padding[:, None], LOW)
             dropped = None
             if generator is not None:
-                dropped = _dropped(group.stop - head, stop - first, number + high - low, dropout, generator)
-            yield _Tile(group, slice(first, stop), slice(low, high), bias, dropped)
+                dropped = _dropped(group.stop - head, stop - first, keys, dropout, generator)
+            yield _Tile(group, slice(first, stop), slice(low, high), chosen, bias, dropped)
+
+
+def _hidden(
+    masked: Tensor | None, columns: Tensor | None, gains: Tensor | None, like: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Which keys no window shows, padding and global keys, and what the scores of global keys gain."""
+    if columns is None:
+        return masked, None
+    hidden = torch.zeros(like.shape[1], dtype=torch.bool) if masked is None else masked.clone()
+    hidden[columns] = True
+    if masked is not None and masked[columns].any():
+        gains = like.new_zeros(len(columns)) if gains is None else gains
+        gains = gains.masked_fill(masked[columns], LOW)
+    return hidden, gains
 
 
 def _bias(
-    rows: int, low: int, high: int, window: Window, number: int, gains: Tensor | None, like: Tensor
+    rows: int, low: int, high: int, window: Window, number: int, others: int, gains: Tensor | None, like: Tensor
 ) -> Tensor | None:
-    """What is added to the scores of ``number`` global keys and of keys ``low`` to ``high`` from the first query on."""
+    """What is added to scores of ``number`` global keys, keys ``low`` to ``high`` from the first query on, others."""
     if window.by_tile and gains is None:
         return None
-    bias = like.new_zeros(rows, number + high - low)
+    bias = like.new_zeros(rows, number + high - low + others)
     if gains is not None:
         bias[:, :number] = gains
     if not window.by_tile:
         distance = torch.arange(low, high) - torch.arange(rows)[:, None]
-        bias[:, number:].masked_fill_(distance.abs() > window.reach, float("-inf"))
+        bias[:, number : number + high - low].masked_fill_(distance.abs() > window.reach, float("-inf"))
     return bias
 
 
@@ -129,23 +155,33 @@ def _kept(rate: float) -> int:
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, columns: Tensor | None, gains: Tensor | None,
-    *, window: Window, scale: float, dropout: float, seed: int,
+    q: Tensor, k: Tensor, v: Tensor, masked: Tensor | None, columns: Tensor | None, gains: Tensor | None,
+    blocks: Tensor | None, *, window: Window, scale: float, dropout: float, seed: int,
 ) -> Tensor:  # fmt: skip
     """The same in operations that autograd follows, for gradients that are differentiated again."""
     groups: dict[int, list[Tensor]] = {}
-    for tile in _tiles(q, hidden, columns, gains, window, dropout, seed):
-        keys, values = (x[tile.heads, tile.keys] for x in (k, v))
-        if columns is not None:
-            keys, values = (
-                torch.cat((x[tile.heads].index_select(1, columns), y), 1) for x, y in ((k, keys), (v, values))
-            )
+    for tile in _tiles(q, masked, columns, gains, blocks, window, dropout, seed):
+        keys, values = (torch.cat(list(_parts(x, columns, tile, window)), 1) for x in (k, v))
         scores = q[tile.heads, tile.rows] @ keys.mT * scale
         weights = torch.softmax(scores if tile.bias is None else scores + tile.bias, -1)
         if tile.dropped is not None:
             weights = weights.masked_fill(tile.dropped, 0.0) * (HIGHEST / _kept(dropout))
         groups.setdefault(tile.heads.start, []).append(weights @ values)
     return torch.cat([torch.cat(parts, 1) for parts in groups.values()])
+
+
+def _parts(x: Tensor, columns: Tensor | None, tile: _Tile, window: Window) -> Iterator[Tensor]:
+    """The global keys, the slice, and the blocks of a tile."""
+    if columns is not None:
+        yield x[tile.heads].index_select(1, columns)
+    yield x[tile.heads, tile.keys]
+    if tile.blocks is not None:
+        yield x[tile.heads].unflatten(1, (-1, window.rows))[_numbers(tile.blocks)].flatten(1, 2)
+
+
+def _numbers(blocks: Int[Tensor, "heads choices"]) -> tuple[Tensor, Tensor]:
+    """An index of blocks (heads, choices)."""
+    return torch.arange(len(blocks))[:, None], blocks
 
 
 class _Keys:
@@ -158,10 +194,17 @@ class _Keys:
 
     def read(self, tile: _Tile) -> Tensor:
         near = self.x[tile.heads, tile.keys]
-        if self.chosen is None:
+        if self.chosen is None and tile.blocks is None:
             return near
-        out = self.work(self.name, near.shape[0], self.number + near.shape[1], near.shape[2])
-        return torch.cat((self.chosen[tile.heads], near), 1, out=out)
+        parts = [near] if self.chosen is None else [self.chosen[tile.heads], near]
+        if tile.blocks is not None:
+            parts.append(self._blocks(self.x, tile)[_numbers(tile.blocks)].flatten(1, 2))
+        size = sum(part.shape[1] for part in parts)
+        return torch.cat(parts, 1, out=self.work(self.name, near.shape[0], size, near.shape[2]))
+
+    def _blocks(self, x: Tensor, tile: _Tile) -> Tensor:
+        """All keys as blocks of as many as a tile has queries."""
+        return x[tile.heads].unflatten(1, (-1, tile.rows.stop - tile.rows.start))
 
     def collecting(self) -> None:
         """Make room for gradients, laid out as the results are."""
@@ -169,9 +212,17 @@ class _Keys:
         self.of_chosen = None if self.chosen is None else torch.zeros_like(self.chosen)
 
     def add(self, tile: _Tile, gradient: Tensor) -> None:
-        self.gradient[tile.heads, tile.keys].add_(gradient[:, self.number :])
+        near = self.gradient[tile.heads, tile.keys]
+        stop = self.number + near.shape[1]
+        near.add_(gradient[:, self.number : stop])
         if self.of_chosen is not None:
             self.of_chosen[tile.heads].add_(gradient[:, : self.number])
+        if tile.blocks is not None:
+            rows = gradient[:, stop:].unflatten(1, (tile.blocks.shape[1], -1))
+            for choice in range(tile.blocks.shape[1]):  # a head may see a block twice
+                index = _numbers(tile.blocks[:, choice : choice + 1])
+                blocks = self._blocks(self.gradient, tile)
+                blocks[index] = blocks[index].add_(rows[:, choice : choice + 1])
 
     def collected(self) -> Tensor:
         if self.columns is not None and self.of_chosen is not None:
@@ -185,12 +236,12 @@ def _empty(x: Tensor) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, columns: Tensor | None, gains: Tensor | None,
-    *, keep: bool, window: Window, scale: float, dropout: float, seed: int,
+    q: Tensor, k: Tensor, v: Tensor, masked: Tensor | None, columns: Tensor | None, gains: Tensor | None,
+    blocks: Tensor | None, *, keep: bool, window: Window, scale: float, dropout: float, seed: int,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     out, work = _empty(q), Workspace(q)
     keys, values = _Keys("k", k, columns, work), _Keys("v", v, columns, work)
-    for tile in _tiles(q, hidden, columns, gains, window, dropout, seed):
+    for tile in _tiles(q, masked, columns, gains, blocks, window, dropout, seed):
         rows = out[tile.heads, tile.rows]
         weights = tiled.weights(q[tile.heads, tile.rows], keys.read(tile), tile.bias, None, scale=scale, work=work)
         factor = 1.0
@@ -206,13 +257,13 @@ def _backward(
     inputs: tuple[Any, ...], outputs: Tensors, kept: Tensors, gradient: tuple[Tensor, ...],
     *, window: Window, scale: float, dropout: float, seed: int,
 ) -> Tensors:  # fmt: skip
-    q, k, v, hidden, columns, gains = inputs
+    q, k, v, masked, columns, gains, blocks = inputs
     dq, work = _empty(q), Workspace(q)
     keys, values = _Keys("k", k, columns, work), _Keys("v", v, columns, work)
     keys.collecting()
     values.collecting()
     factor = HIGHEST / _kept(dropout) if dropout else 1.0
-    for tile in _tiles(q, hidden, columns, gains, window, dropout, seed):
+    for tile in _tiles(q, masked, columns, gains, blocks, window, dropout, seed):
         queries, grad = q[tile.heads, tile.rows], gradient[0][tile.heads, tile.rows]
         near_keys, near_values = keys.read(tile), values.read(tile)
         weights = tiled.weights(queries, near_keys, tile.bias, None, scale=scale, work=work)
@@ -229,7 +280,7 @@ def _backward(
         rows, d_keys = work("dq", *queries.shape), work("dk", *near_keys.shape)
         dq[tile.heads, tile.rows] = torch.baddbmm(rows, d_scores, near_keys, beta=0, alpha=scale, out=rows)
         keys.add(tile, torch.baddbmm(d_keys, d_scores.mT, queries, beta=0, alpha=scale, out=d_keys))
-    return dq, keys.collected(), values.collected(), None, None, None
+    return dq, keys.collected(), values.collected(), None, None, None, None
 
 
 _attend = in_float32(CustomGradient(_plain, _forward, _backward))

@@ -65,7 +65,7 @@ def _one_sequence(
     q, k, v = (_heads(module, project(x)) for project in (module.query, module.key, module.value))
     out = attend(
         q, k, v, Window(module.one_sided_attn_window_size), scale=1 / sqrt(module.head_dim), dropout=rate,
-        hidden=holes if columns is None else masked | is_global, columns=columns,
+        masked=holes, columns=columns,
     ).transpose(0, 1).flatten(1)  # fmt: skip
     if holes is not None:
         out = out.masked_fill(holes[:, None], 0.0)
