@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.models.big_bird import modeling_big_bird
 from transformers.utils import output_capturing
 
@@ -55,7 +55,7 @@ def _random_blocks(module: Any, length: int) -> Tensor:
     """The blocks that transformers' own functions draw for each head: (heads, blocks - 2, choices)."""
     size, choices, heads = module.block_size, module.num_random_blocks, module.num_attention_heads
     if module.training:
-        np.random.seed(module.seed)  # noqa: NPY002 - as transformers does
+        np.random.seed(module.seed)
     if length in (1024, 3072, 4096):
         most = module.max_seqlen
         drawn = [
@@ -84,9 +84,9 @@ def _one_sequence(
         gains[:size] = log(1 + blocks.shape[-1])
     inner = attend(
         q, k, v, Window(size, rows=size, by_tile=True), scale=scale, masked=padding, columns=ends, gains=gains,
-        blocks=torch.nn.functional.pad(blocks, (0, 0, 1, 1)) if gains is None else None,
+        blocks=pad(blocks, (0, 0, 1, 1)) if gains is None else None,
     )  # fmt: skip
-    visible = None if padding is None else ~padding[None, None, None]
+    visible = None if padding is None or padding.all() else ~padding[None, None, None]
     outer = scaled_dot_product_attention(q[None, :, ends], k[None], v[None], attn_mask=visible, scale=scale)[0]
     out = torch.cat((outer[:, :size], inner[:, size:-size], outer[:, size:]), 1).transpose(0, 1).flatten(1)
     return out if padding is None else out.masked_fill(padding[:, None], 0.0)

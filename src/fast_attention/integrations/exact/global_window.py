@@ -176,40 +176,43 @@ def _parts(x: Tensor, columns: Tensor | None, tile: _Tile, window: Window) -> It
         yield x[tile.heads].index_select(1, columns)
     yield x[tile.heads, tile.keys]
     if tile.blocks is not None:
-        yield x[tile.heads].unflatten(1, (-1, window.rows))[_numbers(tile.blocks)].flatten(1, 2)
-
-
-def _numbers(blocks: Int[Tensor, "heads choices"]) -> tuple[Tensor, Tensor]:
-    """An index of blocks (heads, choices)."""
-    return torch.arange(len(blocks))[:, None], blocks
+        heads = torch.arange(len(tile.blocks))[:, None]
+        yield x[tile.heads].unflatten(1, (-1, window.rows))[heads, tile.blocks].flatten(1, 2)
 
 
 class _Keys:
     """Keys or values, read as global ones beside a slice, and the place for their gradients."""
 
-    def __init__(self, name: str, x: Tensor, columns: Tensor | None, work: Workspace) -> None:
-        self.name, self.x, self.columns, self.work = name, x, columns, work
+    def __init__(
+        self, name: str, x: Tensor, columns: Tensor | None, blocks: Tensor | None, rows: int, work: Workspace
+    ) -> None:
+        self.name, self.x, self.columns, self.rows, self.work = name, x, columns, rows, work
         self.chosen = None if columns is None else x.index_select(1, columns)
         self.number = 0 if columns is None else len(columns)
+        self.blocks = None if blocks is None else x.reshape(-1, rows * x.shape[2])
 
     def read(self, tile: _Tile) -> Tensor:
         near = self.x[tile.heads, tile.keys]
-        if self.chosen is None and tile.blocks is None:
+        if self.chosen is None and self.blocks is None:
             return near
         parts = [near] if self.chosen is None else [self.chosen[tile.heads], near]
-        if tile.blocks is not None:
-            parts.append(self._blocks(self.x, tile)[_numbers(tile.blocks)].flatten(1, 2))
+        if self.blocks is not None and tile.blocks is not None:
+            blocks = self.work("blocks", tile.blocks.numel(), self.blocks.shape[1])
+            torch.index_select(self.blocks, 0, self._index(tile.blocks, tile.heads), out=blocks)
+            parts.append(blocks.view(near.shape[0], -1, near.shape[2]))
         size = sum(part.shape[1] for part in parts)
         return torch.cat(parts, 1, out=self.work(self.name, near.shape[0], size, near.shape[2]))
 
-    def _blocks(self, x: Tensor, tile: _Tile) -> Tensor:
-        """All keys as blocks of as many as a tile has queries."""
-        return x[tile.heads].unflatten(1, (-1, tile.rows.stop - tile.rows.start))
+    def _index(self, blocks: Tensor, heads: slice) -> Tensor:
+        """The numbers of some heads' blocks among those of all heads."""
+        number = self.x.shape[1] // self.rows
+        return (blocks + number * torch.arange(heads.start, heads.stop)[:, None]).flatten()
 
     def collecting(self) -> None:
         """Make room for gradients, laid out as the results are."""
         self.gradient = _empty(self.x).zero_()
         self.of_chosen = None if self.chosen is None else torch.zeros_like(self.chosen)
+        self.of_blocks = None if self.blocks is None else torch.zeros_like(self.blocks)
 
     def add(self, tile: _Tile, gradient: Tensor) -> None:
         near = self.gradient[tile.heads, tile.keys]
@@ -217,16 +220,15 @@ class _Keys:
         near.add_(gradient[:, self.number : stop])
         if self.of_chosen is not None:
             self.of_chosen[tile.heads].add_(gradient[:, : self.number])
-        if tile.blocks is not None:
-            rows = gradient[:, stop:].unflatten(1, (tile.blocks.shape[1], -1))
-            for choice in range(tile.blocks.shape[1]):  # a head may see a block twice
-                index = _numbers(tile.blocks[:, choice : choice + 1])
-                blocks = self._blocks(self.gradient, tile)
-                blocks[index] = blocks[index].add_(rows[:, choice : choice + 1])
+        if self.of_blocks is not None and tile.blocks is not None:
+            index, rows = self._index(tile.blocks, tile.heads), gradient[:, stop:]
+            self.of_blocks.index_add_(0, index, rows.reshape(-1, self.of_blocks.shape[1]))
 
     def collected(self) -> Tensor:
         if self.columns is not None and self.of_chosen is not None:
             self.gradient.index_add_(1, self.columns, self.of_chosen)
+        if self.of_blocks is not None:
+            self.gradient.add_(self.of_blocks.view(self.x.shape))
         return self.gradient
 
 
@@ -240,7 +242,7 @@ def _forward(
     blocks: Tensor | None, *, keep: bool, window: Window, scale: float, dropout: float, seed: int,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     out, work = _empty(q), Workspace(q)
-    keys, values = _Keys("k", k, columns, work), _Keys("v", v, columns, work)
+    keys, values = (_Keys(name, x, columns, blocks, window.rows, work) for name, x in (("k", k), ("v", v)))
     for tile in _tiles(q, masked, columns, gains, blocks, window, dropout, seed):
         rows = out[tile.heads, tile.rows]
         weights = tiled.weights(q[tile.heads, tile.rows], keys.read(tile), tile.bias, None, scale=scale, work=work)
@@ -259,7 +261,7 @@ def _backward(
 ) -> Tensors:  # fmt: skip
     q, k, v, masked, columns, gains, blocks = inputs
     dq, work = _empty(q), Workspace(q)
-    keys, values = _Keys("k", k, columns, work), _Keys("v", v, columns, work)
+    keys, values = (_Keys(name, x, columns, blocks, window.rows, work) for name, x in (("k", k), ("v", v)))
     keys.collecting()
     values.collecting()
     factor = HIGHEST / _kept(dropout) if dropout else 1.0
