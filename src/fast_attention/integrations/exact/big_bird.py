@@ -35,7 +35,7 @@ class BigBirdBlockSparseAttention(modeling_big_bird.BigBirdBlockSparseAttention)
         self, hidden_states: Tensor, band_mask: Tensor | None = None, from_mask: Tensor | None = None,
         to_mask: Tensor | None = None, from_blocked_mask: Tensor | None = None, to_blocked_mask: Tensor | None = None,
         **settings: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Same as transformers' module, which is called where attention matrices are returned."""
         length = hidden_states.shape[1]
         if (
@@ -86,7 +86,7 @@ def _one_sequence(
         q, k, v, Window(size, rows=size, by_tile=True), scale=scale, masked=padding, columns=ends, gains=gains,
         blocks=pad(blocks, (0, 0, 1, 1)) if gains is None else None,
     )  # fmt: skip
-    visible = None if padding is None or padding.all() else ~padding[None, None, None]
+    visible = None if padding is None else ~padding[None, None, None]
     outer = scaled_dot_product_attention(q[None, :, ends], k[None], v[None], attn_mask=visible, scale=scale)[0]
     out = torch.cat((outer[:, :size], inner[:, size:-size], outer[:, size:]), 1).transpose(0, 1).flatten(1)
     return out if padding is None else out.masked_fill(padding[:, None], 0.0)
