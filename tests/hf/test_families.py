@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import swap, swap_back
+from fast_attention import cache_argument, swap, swap_back
 from fast_attention.integrations.exact import mode
 from tests.hf import families
 from tests.hf.families import DECODERS, ENCODERS, WINDOW
@@ -85,18 +85,18 @@ def test_generated_tokens_are_the_same(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["Mistral", "Gemma3Text", "Llama4Text", "GptOss"])
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3Text", "Llama4Text", "GptOss"])
 @pytest.mark.parametrize("sizes", [(10, 20, 10), (3, 1, 30, 6)])
-def test_a_prompt_in_parts_is_the_same(name: str, sizes: tuple[int, ...]) -> None:
+def test_a_prompt_in_parts_is_the_same(family: str, sizes: tuple[int, ...]) -> None:
     """Behind a cache, whose sliding layers keep a window's keys."""
-    model = families.decoder(name)
+    model = families.decoder(family)
     swap(model)
 
     def decoded() -> Tensor:
-        cache, start, rows = None, 0, []
+        cache, start, rows, name = None, 0, [], cache_argument.name_of(model.forward)
         for size in sizes:
-            found = model(IDS[:, start : start + size], past_key_values=cache, use_cache=True)
-            cache, start = found.past_key_values, start + size
+            found = model(IDS[:, start : start + size], use_cache=True, **{name: cache})
+            cache, start = found[name], start + size
             rows.append(found.logits)
         return torch.cat(rows, 1)
 

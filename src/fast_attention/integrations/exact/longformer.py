@@ -143,22 +143,15 @@ def _calling(function: Any, **names: Any) -> Callable[..., Any]:
     return changed
 
 
-def mask_form(self: Any) -> tuple[str, int]:
-    """What runs, in words, and from how many tokens on."""
-    return "mask of one row, not of all pairs", SHORTEST
-
-
 class LongformerModel(modeling_longformer.LongformerModel):
     """Longformer with the same parts, whose mask has one row."""
 
-    exact_form = mask_form
     forward = _calling(modeling_longformer.LongformerModel.forward, create_bidirectional_mask=_bidirectional_mask)
 
 
 class LEDEncoder(modeling_led.LEDEncoder):
     """LED's encoder with the same parts, whose mask has one row."""
 
-    exact_form = mask_form
     forward = _calling(modeling_led.LEDEncoder.forward, _prepare_4d_attention_mask_inverted=_inverted_mask)
 
 

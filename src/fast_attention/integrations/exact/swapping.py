@@ -34,9 +34,9 @@ def swap(
             "load the model first, or model.to_empty(device=...), and swap then"
         )
     try:
-        _enter(model)
-        layers = _layers(model, probe, notes)
-        skips = skip_padding is not False and _skips(model, wanted=bool(skip_padding), notes=notes)
+        calls_ours = _enter(model)
+        layers = _layers(model, probe, notes, probes=calls_ours)
+        skips = calls_ours and skip_padding is not False and _skips(model, wanted=bool(skip_padding), notes=notes)
         if not ExactReport(model, tuple(layers), skips).gains:
             swap_back(model)
     except BaseException:
@@ -60,35 +60,49 @@ def swap_back(model: PreTrainedModel) -> bool:
     return True
 
 
-def _enter(model: PreTrainedModel) -> None:
-    """Let a model call our functions, which run what it ran where they do not pay."""
+def _enter(model: PreTrainedModel) -> bool:
+    """Let a model call our functions, which run what it ran where they do not pay; whether it has any to call."""
     fresh.own_configs(model)
     model.__dict__[BEFORE] = True
     taught.teach(model)
+    calls_ours = False
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and (taught.masked(part) or part._can_set_attn_implementation()):
             named = str(part.config._attn_implementation)
             part.config._attn_implementation_internal = masks.NAMES.get(named, named)
+            calls_ours = True
     forward_pass.enter_calls(model, forward_pass.EXACT)
+    return calls_ours
 
 
-def _layers(model: PreTrainedModel, probe: dict[str, Any] | None, notes: list[str]) -> list[ExactLayer]:
-    """The layers of a model, from a probe that our forms are compared on too."""
+def _layers(
+    model: PreTrainedModel, probe: dict[str, Any] | None, notes: list[str], *, probes: bool
+) -> list[ExactLayer]:
+    """The layers of a model, from a probe that our forms are compared on too; of own code alone without one.
+
+    BigBird changes its attention for good where it is given a short text.
+    """
     layers: dict[str, ExactLayer] = {}
+    refusal = ""
     try:
+        if not probes and any(getattr(part, "exact_form", None) for part in model.modules()):
+            raise Unsupported("its own code computes attention")
         with mode.forced():
             forward, called, _ = probing.find_layers(model, probe, mode.recorded)
     except Unsupported as error:
-        notes.append(str(error))
+        refusal = str(error)
     else:
         layers = {name: _layer(model, name, call) for name, call in called.items()}
         _check(model, forward)
     for name, module in model.named_modules():
         if (form := getattr(module, "exact_form", None)) is not None:
-            computes, runs, start = form()
+            runs, start = form()
             old = layers.get(name)
             sizes = (old.heads, old.head_dim, old.is_causal) if old else (*_sizes(module), False)
+            computes = old.computes if old else "attention in its own code"
             layers[name] = ExactLayer(name, type(module).__bases__[0].__name__, *sizes, computes, runs, start)
+    if refusal and not layers:
+        notes.append(refusal)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return sorted(layers.values(), key=lambda layer: order[layer.name])
 

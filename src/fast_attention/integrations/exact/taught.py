@@ -9,6 +9,9 @@ from torch import nn
 
 PACKAGE = __name__.rpartition(".")[0]
 TAUGHT: dict[str, str] = {  # files of transformers' models, and ours with subclasses for their modules, KINDS
+    "transformers.models.longformer.modeling_longformer": "longformer",
+    "transformers.models.led.modeling_led": "longformer",
+    "transformers.models.big_bird.modeling_big_bird": "big_bird",
 }
 MASKED = ("bloom", "mpt")  # kinds of models that make their masks by transformers' functions, and call no interface
 
