@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BigBirdConfig, BigBirdModel
 
+from fast_attention import swap, swap_back
 from fast_attention.integrations.exact import big_bird, mode
 
 KIND = big_bird.BigBirdBlockSparseAttention
@@ -88,3 +89,16 @@ def test_unusual_calls_run_the_original(monkeypatch: pytest.MonkeyPatch) -> None
         ours(ids)
     assert calls == [1024, 1024]
     assert KIND.__bases__[0] is type(next(x for x in model.modules() if type(x).__name__ == KIND.__name__))
+
+
+def test_a_swap_does_not_run_the_model() -> None:
+    """A short text changes BigBird's attention for good, so that no probe may be one."""
+    config = BigBirdConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, block_size=16
+    )
+    model = BigBirdModel(config).eval()
+    report = swap(model)
+    assert model.attention_type == "block_sparse"
+    assert [layer.faster_from for layer in report.layers] == [big_bird.SHORTEST]
+    assert swap_back(model)
+    assert type(model.encoder.layer[0].attention.self).__module__.startswith("transformers.")
