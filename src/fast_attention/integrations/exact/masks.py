@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations import calls, mask_functions, packed_rows
+from fast_attention.integrations import calls, mask_functions, packed_rows, visible
 from fast_attention.integrations.exact import mode
 from fast_attention.integrations.mask_functions import Positions
 from fast_attention.integrations.visible import Visibility
@@ -110,6 +110,14 @@ def _is_served(seen: Visibility, positions: Positions) -> bool:
     if positions.queries != positions.keys:
         return False
     return seen.tokens is None or _runs_on(seen)
+
+
+def of_keys(mask: Any, q: Tensor, k: Tensor) -> Visibility | None:
+    """What a mask (B, 1, 1, S) lets each query of a text see; None of other masks."""
+    if not isinstance(mask, Tensor) or mask.shape[1:3] != (1, 1) or not 1 < q.shape[-2] == k.shape[-2]:
+        return None
+    seen = visible.given(torch.nn.Module(), q, k, mask, is_causal=False)
+    return seen if seen.complete and (seen.tokens is None or _runs_on(seen)) else None
 
 
 def _runs_on(seen: Visibility) -> bool:
