@@ -26,6 +26,10 @@ class Slopes(NamedTuple):
         """The slope of each head, times the offset."""
         return Terms(self.slopes[:, None] * offsets)
 
+    def takes(self, module: Any, q: Tensor, mask: Any) -> bool:
+        """Whether our form runs in a module: the module has asked before it made this."""
+        return True
+
 
 def _attend(layer: Any, slopes: Tensor, mask: Visibility) -> shared.Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Any]:

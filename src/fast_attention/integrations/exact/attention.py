@@ -70,6 +70,9 @@ def attention(
         seen = _packed(query)
     changes = changed(extra)
     positions, cap = changes.get(POSITIONS), changes.get(CAP)
+    if positions is not None and not positions.takes(module, query, attention_mask if seen is None else seen):
+        mask = attention_mask if seen is None else seen.dense()
+        return original(mask, position_bias=positions.dense(query, key))
     if positions is not None and seen is None:
         seen = masks.of_keys(attention_mask, query, key)
     if positions is not None and seen is None:
@@ -105,7 +108,7 @@ def attend(
     """Softmax attention of the keys that each query sees: windows in tiles, each text of a row by itself.
 
     Args:
-        q: Queries, the last of them at the last key.
+        q: Queries, the last of them at the last key; or of another sequence, and padding is among the keys.
         k: Keys; query head h reads those of head h // (heads / groups).
         v: Values.
         seen: Windows, texts and padding. Queries of padding give zeros.
@@ -116,16 +119,19 @@ def attend(
         cap: A soft cap on scores, without sinks and bias.
     """
     call = functools.partial(_one_text, seen=seen, scale=scale, dropout=dropout, sinks=sinks, bias=bias, cap=cap)
-    packing, kept = seen.packing, None
+    packing, kept, kept_queries = seen.packing, None, None
     if packing is None and (seen.tokens is not None or seen.sequences is not None):
-        packing, kept = _texts(seen, q)
+        packing, kept = _texts(seen, k)
+        kept_queries = kept
+        if q.shape[2] != k.shape[2]:  # of another sequence, each of which is one text
+            packing, kept_queries = Packing((q.shape[2],) * len(q), packing.keys), None
     if packing is None:
         return call(q, k, v).transpose(1, 2).contiguous()
-    row_q, row_k, row_v = (_one_row(x, kept) for x in (q, k, v))
+    row_q, row_k, row_v = _one_row(q, kept_queries), _one_row(k, kept), _one_row(v, kept)
     out = packed.attend(call, row_q, row_k, row_v, packing, None)[0].transpose(0, 1)  # (tokens, heads, values)
-    if kept is not None:
+    if kept_queries is not None:
         size = [q.shape[0] * q.shape[2], *out.shape[1:]]
-        out = out.new_zeros(size).index_copy(0, kept, out)
+        out = out.new_zeros(size).index_copy(0, kept_queries, out)
     return out.reshape(q.shape[0], q.shape[2], *out.shape[1:])
 
 
@@ -205,9 +211,9 @@ def overlapping_windows(q: Tensor, k: Tensor, v: Tensor, *, back: int, ahead: in
     return torch.stack(out).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
-def _texts(seen: Visibility, q: Tensor) -> tuple[Packing, Tensor | None]:
+def _texts(seen: Visibility, k: Tensor) -> tuple[Packing, Tensor | None]:
     """The texts of padded or packed rows, one behind another, and the places of their tokens; None: all places."""
-    size = torch.Size((q.shape[0], q.shape[2]))
+    size = torch.Size((k.shape[0], k.shape[2]))
     texts = masks.numbers(seen, size).flatten()
     kept = None if seen.tokens is None else seen.tokens[:, -size[1] :].flatten().nonzero()[:, 0]
     lengths = (texts if kept is None else texts[kept]).unique_consecutive(return_counts=True)[1].tolist()

@@ -102,14 +102,18 @@ def _cuts_queries(settings: dict[str, Any]) -> bool:
 
 
 def _is_served(seen: Visibility, positions: Positions) -> bool:
-    """Whether our forms compute a mask: whole, or of texts without holes whose queries are their keys."""
+    """Whether our forms compute a mask: whole, or of texts without holes, whose queries are their keys.
+
+    As many keys of another sequence, some of them padding, would be taken for the queries' own.
+    """
     if not seen.complete:
         return False
     if seen.tokens is None and seen.sequences is None:
         return True
-    if positions.queries != positions.keys:
-        return False
-    return seen.tokens is None or _runs_on(seen)
+    others = positions.queries != positions.keys
+    if calls.is_argument("encoder_hidden_states") and not seen.is_causal:  # attention to another sequence
+        return others and seen.is_whole and _runs_on(seen) and bool(seen.tokens is None or seen.tokens.any(-1).all())
+    return not others and _runs_on(seen)
 
 
 def of_keys(mask: Any, q: Tensor, k: Tensor) -> Visibility | None:
@@ -117,12 +121,13 @@ def of_keys(mask: Any, q: Tensor, k: Tensor) -> Visibility | None:
     if not isinstance(mask, Tensor) or mask.shape[1:3] != (1, 1) or not 1 < q.shape[-2] == k.shape[-2]:
         return None
     seen = visible.given(torch.nn.Module(), q, k, mask, is_causal=False)
-    return seen if seen.complete and (seen.tokens is None or _runs_on(seen)) else None
+    return seen if seen.complete and _runs_on(seen) else None
 
 
 def _runs_on(seen: Visibility) -> bool:
     """Whether the tokens of every text stand beside one another."""
-    assert seen.tokens is not None
+    if seen.tokens is None:
+        return True
     texts, tokens = numbers(seen, seen.tokens.shape), seen.tokens
     joined = tokens[:, 1:] & tokens[:, :-1] & (texts[:, 1:] == texts[:, :-1])
     return int(tokens.sum() - joined.sum()) == len(texts[tokens].unique())

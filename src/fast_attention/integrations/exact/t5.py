@@ -48,6 +48,10 @@ class Relative:
         )
         return Terms(row[0, :, 0].contiguous())
 
+    def takes(self, module: Any, q: Tensor, mask: Any) -> bool:
+        """Whether our form runs in a module: the module has asked before it made this."""
+        return True
+
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
         """The numbers of all queries and keys, as they were before the swap; zeros broadcast."""
         if self.layer is None:
@@ -57,6 +61,14 @@ class Relative:
         )
 
 
+class Undecided(Relative):
+    """The same of a layer that does not know its mask when it makes this."""
+
+    def takes(self, module: Any, q: Tensor, mask: Any) -> bool:
+        """Whether our form runs in a module under a mask."""
+        return _is_ours(module, q, q.shape[-2], mask, self.layer is None)
+
+
 def _own(layer: Any) -> Any:
     """Transformers' class of a layer of ours."""
     return type(layer).__bases__[0]
@@ -64,24 +76,24 @@ def _own(layer: Any) -> Any:
 
 def _relative(layer: Any, hidden_states: Tensor, mask: Any, given: Any, *, crosses: bool) -> Any:
     """The ``position_bias`` argument of a layer: our form where it pays, else what was ``given``."""
-    if given is not None or traced() or not hidden_states.is_cpu:
+    if given is not None or traced():
         return given
-    named, long = layer.config._attn_implementation, mode.runs(hidden_states.shape[1] >= PAYS_FROM)
-    if named not in masks.NAMES.values():
-        return None
+    length = hidden_states.shape[1]
     if crosses and isinstance(mask, Tensor):
-        return hidden_states.new_zeros(1, 1, 1, 1) if long else None
-    drops = layer.training and layer.dropout > 0.0 and not crosses
-    if isinstance(mask, Visibility):
-        is_ours = mask.packing is not None or not drops
-    else:
-        is_row = mask is None or mask.shape[1:3] == (1, 1)  # of keys alone, as Switch Transformers makes it
-        is_ours = is_row and long and not drops and not _may_show(layer, named)
-    if not is_ours:
+        return hidden_states.new_zeros(1, 1, 1, 1) if mode.runs(length >= PAYS_FROM) else None
+    if not (crosses or layer.has_relative_attention_bias) or not _is_ours(layer, hidden_states, length, mask, crosses):
         return None
-    if crosses:
-        return Relative(None)
-    return Relative(layer) if layer.has_relative_attention_bias else None
+    return Relative(None if crosses else layer)
+
+
+def _is_ours(layer: Any, like: Tensor, length: int, mask: Any, crosses: bool) -> bool:
+    """Whether our form runs: where it pays, and no weights of a table's are dropped, whose scores are held."""
+    named, drops = layer.config._attn_implementation, layer.training and layer.dropout > 0.0 and not crosses
+    if isinstance(mask, Visibility):
+        return mask.packing is not None or not drops
+    is_row = mask is None or mask.shape[1:3] == (1, 1)  # of keys alone, as Switch Transformers makes it
+    pays = mode.runs(length >= PAYS_FROM and like.is_cpu and not drops)
+    return is_row and pays and named in masks.NAMES.values() and not _may_show(layer, named)
 
 
 def _may_show(layer: Any, named: str) -> bool:
@@ -164,15 +176,12 @@ class UMT5Attention(modeling_umt5.UMT5Attention):
     def compute_bias(
         self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
     ) -> Any:
-        """The bias of all pairs, or our form where it pays; the attention function makes the former of the latter."""
-        has_table, dense = self.__dict__["has_relative_attention_bias"], super().compute_bias
-        named = self.config._attn_implementation
-        drops = has_table and self.training and self.dropout > 0.0
-        pays = query_length >= PAYS_FROM and not drops and not _may_show(self, named)
-        if not traced() and named in masks.NAMES.values() and mode.runs(pays):
-            return Relative(self if has_table else None, past_seen_tokens)
+        """Our form, of which the attention function makes the bias of all pairs where that is as fast."""
+        has_table = self.__dict__["has_relative_attention_bias"]
+        if not traced() and self.config._attn_implementation in masks.NAMES.values():
+            return Undecided(self if has_table else None, past_seen_tokens)
         if has_table:
-            return dense(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
+            return super().compute_bias(query_length, key_length, device, past_seen_tokens)
         return torch.zeros(1, self.n_heads, query_length, key_length, device=device, dtype=self.q.weight.dtype)
 
 
