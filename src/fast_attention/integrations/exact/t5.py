@@ -25,9 +25,6 @@ from fast_attention.integrations.exact import masks, mode
 from fast_attention.integrations.visible import Visibility
 
 
-PAYS_FROM = masks.SHORTEST  # tokens of queries
-
-
 @dataclass(frozen=True)
 class Relative:
     """What a layer adds to scores for each offset of the key: ``engine.offsets.Positions`` of T5.
@@ -53,9 +50,10 @@ class Relative:
         return True
 
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
-        """The numbers of all queries and keys, as they were before the swap; zeros broadcast."""
+        """The numbers of all queries and keys, as they were before the swap; zeros broadcast where that pays."""
         if self.layer is None:
-            return q.new_zeros(1, 1, 1, 1)
+            is_long = mode.runs(q.shape[-2] >= masks.shortest(q.dtype))
+            return q.new_zeros((1, 1, 1, 1) if is_long else (1, q.shape[1], q.shape[-2], k.shape[-2]))
         return _own(self.layer).compute_bias(
             self.layer, q.shape[-2], k.shape[-2], device=q.device, past_seen_tokens=self.past or 0
         )
@@ -80,7 +78,7 @@ def _relative(layer: Any, hidden_states: Tensor, mask: Any, given: Any, *, cross
         return given
     length = hidden_states.shape[1]
     if crosses and isinstance(mask, Tensor):
-        return hidden_states.new_zeros(1, 1, 1, 1) if mode.runs(length >= PAYS_FROM) else None
+        return hidden_states.new_zeros(1, 1, 1, 1) if mode.runs(length >= masks.shortest(hidden_states.dtype)) else None
     if not (crosses or layer.has_relative_attention_bias) or not _is_ours(layer, hidden_states, length, mask, crosses):
         return None
     return Relative(None if crosses else layer)
@@ -92,7 +90,7 @@ def _is_ours(layer: Any, like: Tensor, length: int, mask: Any, crosses: bool) ->
     if isinstance(mask, Visibility):
         return mask.packing is not None or not drops
     is_row = mask is None or mask.shape[1:3] == (1, 1)  # of keys alone, as Switch Transformers makes it
-    pays = mode.runs(length >= PAYS_FROM and like.is_cpu and not drops)
+    pays = mode.runs(length >= masks.shortest(like.dtype) and like.is_cpu and not drops)
     return is_row and pays and named in masks.NAMES.values() and not _may_show(layer, named)
 
 
