@@ -25,9 +25,8 @@ class BloomAttention(modeling_bloom.BloomAttention):
     by_token = True  # positions are counted over the tokens that are there
 
     def slopes(self, device: torch.device) -> Tensor:
-        """The slope of each head (H,), read from the model's own function."""
-        ones = torch.ones(1, 2, dtype=torch.long, device=device)
-        return modeling_bloom.build_alibi_tensor(ones, self.num_heads, torch.float32)[:, 0, 1]
+        """The slope of each head (H,)."""
+        return bloom_slopes(self.num_heads, device)
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Visibility | Tensor,
@@ -49,8 +48,8 @@ class MptAttention(modeling_mpt.MptAttention):
     is_causal, by_token = True, False
 
     def slopes(self, device: torch.device) -> Tensor:
-        """The slope of each head (H,), read from the model's own function."""
-        return -modeling_mpt.build_mpt_alibi_tensor(self.n_heads, 2, device=device)[:, 0, 0]
+        """The slope of each head (H,)."""
+        return mpt_slopes(self.n_heads, device)
 
     def forward(
         self, hidden_states: Tensor, position_bias: Tensor, cache: Any = None,
@@ -73,6 +72,17 @@ class MptAttention(modeling_mpt.MptAttention):
 
         cache = past_key_values if cache is None else cache  # its name before transformers 5.20
         return mpt(self, attend, hidden_states, cache)
+
+
+def bloom_slopes(heads: int, device: torch.device) -> Tensor:
+    """The slope of each head (H,), read from BLOOM's own function."""
+    ones = torch.ones(1, 2, dtype=torch.long, device=device)
+    return modeling_bloom.build_alibi_tensor(ones, heads, torch.float32)[:, 0, 1]
+
+
+def mpt_slopes(heads: int, device: torch.device) -> Tensor:
+    """The slope of each head (H,), read from MPT's own function."""
+    return -modeling_mpt.build_mpt_alibi_tensor(heads, 2, device=device)[:, 0, 0]
 
 
 def bloom(module: Any, attend: Attend, hidden_states: Tensor, residual: Tensor, cache: Any) -> tuple[Tensor, Any]:

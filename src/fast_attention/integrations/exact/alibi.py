@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.models.bloom import modeling_bloom
@@ -55,7 +54,7 @@ class BloomAttention(modeling_bloom.BloomAttention):
         """As transformers' module; in tiles where the mask is a ``Visibility``."""
         dropout = self.attention_dropout.p
         if _in_tiles(self, attention_mask, dropout) and not (self.pretraining_tp > 1 and self.slow_but_exact):
-            attend = _attend(self, shared.BloomAttention.slopes(self, hidden_states.device), attention_mask)
+            attend = _attend(self, shared.bloom_slopes(self.num_heads, hidden_states.device), attention_mask)
             return shared.bloom(self, attend, hidden_states, residual, layer_past)
         mask = attention_mask.dense() if isinstance(attention_mask, Visibility) else attention_mask
         return super().forward(hidden_states, residual, alibi, mask, layer_past, *args, **settings)
@@ -72,7 +71,7 @@ class MptAttention(modeling_mpt.MptAttention):
     ) -> Any:  # fmt: skip
         """As transformers' module; in tiles where the mask is a ``Visibility``."""
         if _in_tiles(self, attention_mask, self.attn_dropout_p):
-            attend = _attend(self, shared.MptAttention.slopes(self, hidden_states.device), attention_mask)
+            attend = _attend(self, shared.mpt_slopes(self.n_heads, hidden_states.device), attention_mask)
             return shared.mpt(self, attend, hidden_states, cache)
         mask = attention_mask.dense().bool() if isinstance(attention_mask, Visibility) else attention_mask
         return super().forward(hidden_states, position_bias, cache, attention_mask=mask, **settings)

@@ -1,7 +1,7 @@
 """Attention with soft-capped scores, ``cap tanh(scores / cap)`` (Gemma 2): in tiles, forwards and backwards.
 
-A tile is a block of queries, of all heads that share keys, and the keys that they may see. Its scores are computed again
-in the backward pass, so that the scores of all pairs are never held.
+A tile is a block of queries, of all heads that share keys, and the keys that they may see. Its scores are computed
+again in the backward pass, so that the scores of all pairs are never held.
 """
 
 from __future__ import annotations

@@ -180,8 +180,9 @@ def _check(model: PreTrainedModel, forward: Any) -> None:
             return
         with mode.forced():
             got = forward(padded)
-        pair = (wanted, got) if not padded else ([_tokens(x) for x in tensors(y, None)] for y in (wanted, got))
-        off = compared(*pair, None)
+        if padded:
+            wanted, got = ([_tokens(x) for x in tensors(each, None)] for each in (wanted, got))
+        off = compared(wanted, got, None)
         dtype = next(model.parameters()).dtype
         if not off <= max(DEVIATES, 8 * torch.finfo(dtype).eps):
             raise Unsupported(

@@ -40,9 +40,7 @@ class Relative:
     def __call__(self, offsets: Int[Tensor, "offsets"]) -> Terms:
         """The numbers of neighbouring offsets, as the layer computes a row of its bias."""
         first = -int(offsets[0])
-        row = _own(self.layer).compute_bias(
-            self.layer, 1, len(offsets), device=offsets.device, past_seen_tokens=first
-        )
+        row = _own(self.layer).compute_bias(self.layer, 1, len(offsets), device=offsets.device, past_seen_tokens=first)
         return Terms(row[0, :, 0].contiguous())
 
     def takes(self, module: Any, q: Tensor, mask: Any) -> bool:
@@ -171,9 +169,7 @@ class UMT5Attention(modeling_umt5.UMT5Attention):
         """True, so that a layer without a table calls ``compute_bias`` too, where it would make zeros of all pairs."""
         return True
 
-    def compute_bias(
-        self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
-    ) -> Any:
+    def compute_bias(self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Any:
         """Our form, of which the attention function makes the bias of all pairs where that is as fast."""
         has_table = self.__dict__["has_relative_attention_bias"]
         if not traced() and self.config._attn_implementation in masks.NAMES.values():
