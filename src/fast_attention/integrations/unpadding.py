@@ -64,7 +64,8 @@ def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
     """
     base: Any = model.base_model
     name = type(base).__name__
-    if missing := [each for each in NEEDED if each not in _names(base)]:
+    needed = NEEDED[:-1] if _counts_distances(base) else NEEDED
+    if missing := [each for each in needed if each not in _names(base)]:
         raise Unsupported(f"skip_padding=True needs a model that takes {', '.join(NEEDED)}; {name} lacks {missing[0]}")
     if not might(model):
         raise Unsupported(
@@ -102,7 +103,7 @@ def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
 
 def might(model: PreTrainedModel) -> bool:
     """Whether a model reads texts, and every token all of its text: only then can padding be skipped."""
-    reads = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
+    reads = model.main_input_name == "input_ids" and "decoder_input_ids" not in _names(model.base_model)
     return reads and not any(getattr(part, "is_causal", False) for part in model.modules())
 
 
@@ -136,7 +137,7 @@ def flattened(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row 
         return None
     if model.__dict__.get(SKIPS) == WHERE_IT_PAYS and not mode.runs(pays(is_token)):
         return None
-    if arguments.get("position_ids") is None:
+    if arguments.get("position_ids") is None and "position_ids" in _names(model):
         arguments["position_ids"] = _positions(model, arguments.get("input_ids"), is_token)
     if "token_type_ids" in _names(model) and arguments.get("token_type_ids") is None:
         arguments["token_type_ids"] = torch.zeros_like(is_token, dtype=torch.long)
@@ -166,6 +167,11 @@ def padded(model: Any, output: Any, is_token: Bool[Tensor, "batch length"]) -> A
     if others := [name for name in output if name not in kept]:
         raise Unsupported(f"skip_padding=True: {type(model).__name__} also returns {', '.join(others)}")
     return type(output)(**kept)
+
+
+def _counts_distances(model: Any) -> bool:
+    """Whether a model's positions are distances within a text, as T5's, and no numbers of columns."""
+    return any(hasattr(part, "relative_attention_bias") for part in model.modules())
 
 
 def _names(model: Any) -> tuple[str, ...]:

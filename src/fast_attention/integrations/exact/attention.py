@@ -16,17 +16,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from fast_attention import packed
 from fast_attention.engine import heads
+from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows
 from fast_attention.integrations.attention import HARMLESS, SINKS
 from fast_attention.integrations.exact import masks, mode
+from fast_attention.integrations.exact.soft_caps import capped_attention
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.local import local_attention
 from fast_attention.packed import Packing
 
-CHANGES = ("position_bias", "softcap", SINKS)  # arguments that alter the scores
-SERVED = (SINKS,)  # of these, what our forms compute
+BIAS, CAP, POSITIONS = "position_bias", "softcap", "positions"
+CHANGES = (BIAS, CAP, SINKS)  # arguments that alter the scores
+SERVED = (CAP, SINKS, POSITIONS)  # of these, what our forms compute; positions: a position_bias that is no tensor
 
 
 class Call(NamedTuple):
@@ -51,9 +54,13 @@ def attention(
     given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **extra}
     if is_causal is None:
         del given["is_causal"]
-    function: Any = eager(type(module)) if before == "eager" else ALL_ATTENTION_FUNCTIONS[before]
+
+    def original(mask: Any, **changes: Any) -> tuple[Tensor, Tensor | None]:
+        function: Any = eager(type(module)) if before == "eager" else ALL_ATTENTION_FUNCTIONS[before]
+        return function(module, query, key, value, mask, **{**given, **changes})
+
     if traced():
-        return function(module, query, key, value, attention_mask, **given)
+        return original(attention_mask)
     recorded = mode.recording()
     seen = attention_mask if isinstance(attention_mask, Visibility) else None
     if recorded is not None:
@@ -61,13 +68,29 @@ def attention(
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     if seen is None and attention_mask is None and query.shape[2] == key.shape[2]:
         seen = _packed(query)
-    if seen is None:
-        return function(module, query, key, value, attention_mask, **given)
     changes = changed(extra)
-    if not {*changes} <= {*SERVED} or (query.shape[-2] != key.shape[-2] and seen.packing is not None):
-        return function(module, query, key, value, seen.dense(), **given)
+    positions, cap = changes.get(POSITIONS), changes.get(CAP)
+    if positions is not None and not positions.takes(module, query, attention_mask if seen is None else seen):
+        mask = attention_mask if seen is None else seen.dense()
+        return original(mask, position_bias=positions.dense(query, key))
+    if positions is not None and seen is None:
+        seen = masks.of_keys(attention_mask, query, key)
+    if positions is not None and seen is None:
+        if attention_mask is not None:
+            return original(attention_mask, position_bias=positions.dense(query, key))
+        causal = query.shape[2] > 1 and before == "sdpa"  # transformers' eager attention sees all without a mask
+        causal = causal and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        seen = Visibility(_no_mask, is_causal=causal)
+        if causal:  # what follows in a cache of a fixed size is empty, as transformers' function has it
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    if seen is None:
+        return original(attention_mask)
+    if not {*changes} <= {*SERVED} or (cap is not None and len(changes) > 1) or _runs_apart(seen, query, key):
+        return original(seen.dense())
+    bias = None if positions is None or positions.layer is None else positions
     dropped = dropout if module.training else 0.0
-    return attend(query, key, value, seen, scale=scaling, dropout=dropped, sinks=extra.get(SINKS)), None
+    out = attend(query, key, value, seen, scale=scaling, dropout=dropped, sinks=extra.get(SINKS), bias=bias, cap=cap)
+    return out, None
 
 
 def attend(
@@ -79,40 +102,48 @@ def attend(
     scale: float | None,
     dropout: float = 0.0,
     sinks: Float[Tensor, "heads"] | None = None,
+    bias: Positions | None = None,
+    cap: float | None = None,
 ) -> Float[Tensor, "batch queries heads values"]:
     """Softmax attention of the keys that each query sees: windows in tiles, each text of a row by itself.
 
     Args:
-        q: Queries, the last of them at the last key.
+        q: Queries, the last of them at the last key; or of another sequence, and padding is among the keys.
         k: Keys; query head h reads those of head h // (heads / groups).
         v: Values.
         seen: Windows, texts and padding. Queries of padding give zeros.
         scale: Factor on the dot products; None means 1/sqrt(width).
         dropout: Probability with which an attention weight is dropped.
         sinks: A score of each head that takes weight and has no value.
+        bias: What scores gain by the offset of the key, its position in a text less the query's.
+        cap: A soft cap on scores, without sinks and bias.
     """
-    call = functools.partial(_one_text, seen=seen, scale=scale, dropout=dropout, sinks=sinks)
-    packing, kept = seen.packing, None
+    call = functools.partial(_one_text, seen=seen, scale=scale, dropout=dropout, sinks=sinks, bias=bias, cap=cap)
+    packing, kept, kept_queries = seen.packing, None, None
     if packing is None and (seen.tokens is not None or seen.sequences is not None):
-        packing, kept = _texts(seen, q)
+        packing, kept = _texts(seen, k)
+        kept_queries = kept
+        if q.shape[2] != k.shape[2]:  # of another sequence, each of which is one text
+            packing, kept_queries = Packing((q.shape[2],) * len(q), packing.keys), None
     if packing is None:
         return call(q, k, v).transpose(1, 2).contiguous()
-    row_q, row_k, row_v = (_one_row(x, kept) for x in (q, k, v))
+    row_q, row_k, row_v = _one_row(q, kept_queries), _one_row(k, kept), _one_row(v, kept)
     out = packed.attend(call, row_q, row_k, row_v, packing, None)[0].transpose(0, 1)  # (tokens, heads, values)
-    if kept is not None:
+    if kept_queries is not None:
         size = [q.shape[0] * q.shape[2], *out.shape[1:]]
-        out = out.new_zeros(size).index_copy(0, kept, out)
+        out = out.new_zeros(size).index_copy(0, kept_queries, out)
     return out.reshape(q.shape[0], q.shape[2], *out.shape[1:])
 
 
 def changed(extra: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a layer's that alter its scores: so does any tensor that is not known to do nothing."""
-    return {
-        name: x for name, x in extra.items() if x is not None and (name in CHANGES or _is_unknown_tensor(name, x))
-    }  # fmt: skip
+    changes = {name: x for name, x in extra.items() if x is not None and (name in CHANGES or _is_unknown(name, x))}
+    if BIAS in changes and not isinstance(changes[BIAS], Tensor):
+        changes[POSITIONS] = changes.pop(BIAS)
+    return changes
 
 
-def _is_unknown_tensor(name: str, x: Any) -> bool:
+def _is_unknown(name: str, x: Any) -> bool:
     return isinstance(x, Tensor) and name not in HARMLESS and not calls.is_argument(name)
 
 
@@ -130,13 +161,16 @@ def eager(kind: type) -> Callable[..., Any]:
 
 def _one_text(
     q: Tensor, k: Tensor, v: Tensor, key_mask: None = None, *, seen: Visibility, scale: float | None, dropout: float,
-    sinks: Tensor | None,
+    sinks: Tensor | None, bias: Positions | None, cap: float | None,
 ) -> Tensor:  # fmt: skip
     """Attention of texts of equal length, (B, H, L, E), each of which is one row."""
     back, ahead, keys, causal = seen.back, seen.ahead, k.shape[-2], seen.is_causal
     right = 0 if causal else keys - 1 if ahead is None else ahead
     is_whole = (back is None or back >= keys - 1) and (causal or ahead is None or ahead >= q.shape[-2] - 1)
-    if is_whole and sinks is None and (not causal or q.shape[-2] == keys):
+    if cap is not None:
+        sides = {"back": None if is_whole else back, "ahead": 0 if causal else None if is_whole else ahead}
+        return capped_attention(q, k, v, cap=cap, scale=scale, dropout=dropout, **sides)
+    if is_whole and sinks is None and bias is None and (not causal or q.shape[-2] == keys):
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(
             q, k, v, is_causal=causal and keys > 1, scale=scale, dropout_p=dropout, enable_gqa=grouped
@@ -144,14 +178,14 @@ def _one_text(
 
     def run(q: Tensor, k: Tensor, v: Tensor, key_mask: None = None) -> Tensor:
         if is_whole:
-            return softmax_attention(q, k, v, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks)
+            return softmax_attention(q, k, v, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks, bias=bias)
         window = (keys - 1 if back is None else back, right)
         return local_attention(
-            q, k, v, window=window, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks
+            q, k, v, window=window, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks, bias=bias
         )  # fmt: skip
 
     k, v = heads.repeated(q.shape[1], k=k, v=v)
-    is_plain = sinks is None and not dropout and q.shape[-2] == keys and not is_whole
+    is_plain = sinks is None and bias is None and not dropout and q.shape[-2] == keys and not is_whole
     if is_plain and back is not None and q.dtype.itemsize < 4 and not (torch.is_grad_enabled() and q.requires_grad):
         return overlapping_windows(q, k, v, back=back, ahead=right, scale=scale)
     return run(q, k, v)
@@ -177,9 +211,9 @@ def overlapping_windows(q: Tensor, k: Tensor, v: Tensor, *, back: int, ahead: in
     return torch.stack(out).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
-def _texts(seen: Visibility, q: Tensor) -> tuple[Packing, Tensor | None]:
+def _texts(seen: Visibility, k: Tensor) -> tuple[Packing, Tensor | None]:
     """The texts of padded or packed rows, one behind another, and the places of their tokens; None: all places."""
-    size = torch.Size((q.shape[0], q.shape[2]))
+    size = torch.Size((k.shape[0], k.shape[2]))
     texts = masks.numbers(seen, size).flatten()
     kept = None if seen.tokens is None else seen.tokens[:, -size[1] :].flatten().nonzero()[:, 0]
     lengths = (texts if kept is None else texts[kept]).unique_consecutive(return_counts=True)[1].tolist()
@@ -190,6 +224,11 @@ def _one_row(x: Tensor, kept: Tensor | None) -> Tensor:
     """The tokens of all rows (B, H, L, E) that are kept, as one row (1, H, T, E)."""
     row = x if x.shape[0] == 1 else x.transpose(0, 1).flatten(1, 2)[None]
     return row if kept is None else row[:, :, kept]
+
+
+def _runs_apart(seen: Visibility, q: Tensor, k: Tensor) -> bool:
+    """Whether packed texts have other keys than queries."""
+    return seen.packing is not None and q.shape[-2] != k.shape[-2]
 
 
 def _packed(q: Tensor) -> Visibility | None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from fast_attention.integrations import forward_pass, fresh, probing, unpadding
 from fast_attention.integrations.exact import masks, mode, taught
-from fast_attention.integrations.exact.attention import SERVED, Call
+from fast_attention.integrations.exact.attention import BIAS, CAP, POSITIONS, SERVED, SINKS, Call
 from fast_attention.integrations.exact.report import ExactLayer, ExactReport, compared, tensors
 from fast_attention.mechanism import Unsupported
 
@@ -128,34 +128,42 @@ def described(call: Call, model: Any) -> tuple[str, str, int | None, int | None]
     """What a layer that calls the interface computes, what runs it, and from how many tokens on, padded too."""
     seen, order = call.seen, "causal " if call.is_causal else ""
     named = getattr(getattr(call.module, "config", model.config), "_attn_implementation", None)
+    weights = (*call.module.parameters(), *model.parameters())
+    dtype = next((p.dtype for p in weights if p.is_floating_point()), torch.float32)
+    shortest = masks.shortest(dtype)
     extra = "".join(f", with {NAMED.get(name, name)}" for name in call.changes)
+    if call.crosses and POSITIONS in call.changes:
+        return "attention to another sequence", "torch's kernel, without zeros for all pairs", shortest, None
     if call.crosses:
         return f"attention to another sequence{extra}", "what ran before", None, None
     if named not in masks.NAMES.values():
         return f"{order}attention by {named}{extra}", "what ran before", None, None
     if not {*call.changes} <= {*SERVED}:
         return f"{order}attention{extra}", "what ran before", None, None
+    if POSITIONS in call.changes and (seen is None or seen.is_whole):
+        what = f"{order or 'full '}attention{extra}"
+        return what, "torch's kernel, which reads a number for each offset", shortest, shortest
+    if CAP in call.changes and seen is not None and seen.is_whole:
+        return f"{order or 'full '}attention{extra}", "in tiles", shortest, shortest
     if seen is None or not seen.complete:
         what = "causal attention" if call.is_causal else "full attention"
         return f"{what}{extra}", "torch's kernel, as before", None, None
     if seen.sequences is not None:
         size = int((seen.sequences[0] == 0).sum())
-        start = max(size + 1, masks.SHORTEST)
-        return f"{order}attention in chunks of {size:,} tokens{extra}", "each chunk by itself", start, masks.SHORTEST
+        start = max(size + 1, shortest)
+        return f"{order}attention in chunks of {size:,} tokens{extra}", "each chunk by itself", start, shortest
     if seen.back is not None or seen.ahead is not None:
         ahead = "" if call.is_causal else f" and {seen.ahead:,} ahead" if seen.ahead is not None else " and all ahead"
         window = f"a window of {seen.back:,} tokens back{ahead}" if seen.back is not None else f"a window{ahead}"
-        weights = (*call.module.parameters(), *model.parameters())
-        dtype = next((p.dtype for p in weights if p.is_floating_point()), torch.float32)
-        start = masks.pays_from(seen.back, seen.ahead, dtype)
-        return f"{order}attention in {window}{extra}", "in tiles", start, masks.SHORTEST
+        start = shortest if named == masks.NAMES["eager"] else masks.pays_from(seen.back, seen.ahead, dtype)
+        return f"{order}attention in {window}{extra}", "in tiles", start, shortest
     what = f"{order or 'full '}attention{extra}"
     if named == masks.NAMES["eager"]:
-        return what, "torch's fused kernel in place of plain operations", masks.SHORTEST, masks.SHORTEST
-    return what, "torch's kernel, as before", None, masks.SHORTEST
+        return what, "torch's fused kernel in place of plain operations", shortest, shortest
+    return what, "torch's kernel, as before", None, shortest
 
 
-NAMED = {"s_aux": "sinks", "softcap": "a soft cap", "position_bias": "positions in the scores"}
+NAMED = {SINKS: "sinks", CAP: "a soft cap", BIAS: "positions in the scores", POSITIONS: "positions in the scores"}
 
 
 def _check(model: PreTrainedModel, forward: Any) -> None:
@@ -172,19 +180,20 @@ def _check(model: PreTrainedModel, forward: Any) -> None:
             return
         with mode.forced():
             got = forward(padded)
-        mask = None
         if padded:
-            shape = next((x.shape[:2] for x in tensors(wanted, None) if x.ndim > 2), None)
-            if shape is not None:
-                mask = torch.ones(shape)
-                mask[0, -1] = 0
-        off = compared(wanted, got, mask)
+            wanted, got = ([_tokens(x) for x in tensors(each, None)] for each in (wanted, got))
+        off = compared(wanted, got, None)
         dtype = next(model.parameters()).dtype
         if not off <= max(DEVIATES, 8 * torch.finfo(dtype).eps):
             raise Unsupported(
                 f"{type(model).__name__} gives other outputs in our forms (off by {off:.1e} in a probe of "
                 f"{probing.PROBE} tokens), so that it was left as it was"
             )
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """An output (B, L, ...) without that of the last token of the first row, which is padding; others whole."""
+    return x if x.ndim < 3 else torch.cat([x[0, :-1], x[1:].flatten(0, 1)])
 
 
 def _skips(model: PreTrainedModel, *, wanted: bool, notes: list[str]) -> bool:

@@ -12,6 +12,14 @@ TAUGHT: dict[str, str] = {  # files of transformers' models, and ours with subcl
     "transformers.models.longformer.modeling_longformer": "longformer",
     "transformers.models.led.modeling_led": "longformer",
     "transformers.models.big_bird.modeling_big_bird": "big_bird",
+    "transformers.models.bloom.modeling_bloom": "alibi",
+    "transformers.models.longt5.modeling_longt5": "t5",
+    "transformers.models.mpt.modeling_mpt": "alibi",
+    "transformers.models.mt5.modeling_mt5": "t5",
+    "transformers.models.pop2piano.modeling_pop2piano": "t5",
+    "transformers.models.switch_transformers.modeling_switch_transformers": "t5",
+    "transformers.models.t5.modeling_t5": "t5",
+    "transformers.models.umt5.modeling_umt5": "t5",
 }
 MASKED = ("bloom", "mpt")  # kinds of models that make their masks by transformers' functions, and call no interface
 
