@@ -171,7 +171,7 @@ def padded(model: Any, output: Any, is_token: Bool[Tensor, "batch length"]) -> A
 
 def _counts_distances(model: Any) -> bool:
     """Whether a model's positions are distances within a text, as T5's, and no numbers of columns."""
-    return any(hasattr(part, "relative_attention_bias") for part in model.modules())
+    return any(getattr(part, "relative_attention_bias", None) is not None for part in model.modules())
 
 
 def _names(model: Any) -> tuple[str, ...]:
