@@ -174,7 +174,11 @@ def test_several_threads() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("Llama", "encoders and LlamaModel is causal"), ("T5", "encoders and T5ForConditionalGeneration is causal"), ("Vit", "input_ids")],
+    [
+        ("Llama", "encoders and LlamaModel is causal"),
+        ("T5", "encoders and T5ForConditionalGeneration is causal"),
+        ("Vit", "input_ids"),
+    ],
 )
 def test_what_cannot_skip_padding_is_refused(name: str, said: str) -> None:
     model = build(name)

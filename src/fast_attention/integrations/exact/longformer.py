@@ -59,18 +59,18 @@ def _one_sequence(
         return pad(module.value(x[:0]), (0, 0, 0, length))
     first, stop = int(tokens[0]), int(tokens[-1]) + 1
     x, masked, is_global = x[first:stop], masked[first:stop], is_global[first:stop]
-    holes = masked if len(tokens) < len(x) else None
+    padding = masked if len(tokens) < len(x) else None
     columns = is_global.nonzero()[:, 0] if is_global.any() else None
     rate = float(module.dropout) if module.training else 0.0
     q, k, v = (_heads(module, project(x)) for project in (module.query, module.key, module.value))
     out = attend(
         q, k, v, Window(module.one_sided_attn_window_size), scale=1 / sqrt(module.head_dim), dropout=rate,
-        masked=holes, columns=columns,
+        masked=padding, columns=columns,
     ).transpose(0, 1).flatten(1)  # fmt: skip
-    if holes is not None:
-        out = out.masked_fill(holes[:, None], 0.0)
+    if padding is not None:
+        out = out.masked_fill(padding[:, None], 0.0)
     if columns is not None:
-        out = out.index_copy(0, columns, _global_rows(module, x, columns, holes, rate).to(out.dtype))
+        out = out.index_copy(0, columns, _global_rows(module, x, columns, padding, rate).to(out.dtype))
     return out if len(out) == length else pad(out, (0, 0, first, length - stop))
 
 
@@ -79,7 +79,7 @@ def _heads(module: Any, x: Float[Tensor, "length width"]) -> Float[Tensor, "head
 
 
 def _global_rows(
-    module: Any, x: Float[Tensor, "length width"], columns: Int[Tensor, "number"], holes: Tensor | None, rate: float
+    module: Any, x: Float[Tensor, "length width"], columns: Int[Tensor, "number"], padding: Tensor | None, rate: float
 ) -> Float[Tensor, "number width"]:
     """The outputs of global tokens, which see all tokens, by projections of their own.
 
@@ -92,17 +92,17 @@ def _global_rows(
     plain = plain and x.dtype.itemsize >= 4 and not torch.is_autocast_enabled("cpu")
     if not plain or 2 * len(columns) * heads > x.shape[-1]:
         k, v = (_heads(module, part(x)) for part in parts)
-        out = _weights(q @ k.mT, holes, rate) @ v
+        out = _weights(q @ k.mT, padding, rate) @ v
     else:
         key, value = ((part.weight.unflatten(0, (heads, -1)), part.bias.view(heads, 1, -1)) for part in parts)
-        weights = _weights((q @ key[0]) @ x.T + (q * key[1]).sum(-1, keepdim=True), holes, rate)
+        weights = _weights((q @ key[0]) @ x.T + (q * key[1]).sum(-1, keepdim=True), padding, rate)
         out = (weights @ x) @ value[0].mT + weights.sum(-1, keepdim=True) * value[1]
     return out.transpose(0, 1).flatten(1)
 
 
-def _weights(scores: Tensor, holes: Tensor | None, rate: float) -> Tensor:
+def _weights(scores: Tensor, padding: Tensor | None, rate: float) -> Tensor:
     """Softmax over all keys but padding, with dropout."""
-    scores = scores if holes is None else scores.masked_fill(holes, torch.finfo(scores.dtype).min)
+    scores = scores if padding is None else scores.masked_fill(padding, torch.finfo(scores.dtype).min)
     return dropout(torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype), rate)
 
 
