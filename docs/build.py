@@ -255,7 +255,12 @@ INSTEAD = {  # a way of a record -> when it is the answer
     "torch, dynamic int8": "as above, in PyTorch",
     "torch, dynamic int8, swap(model)": "mixed or long texts, and your task bears the error",
 }
-SHOWN = (("minilm", "128 tokens"), ("minilm", "32 texts"), ("modernbert", "2,048 tokens"), ("modernbert", "8,192 tokens"))
+SHOWN = (
+    ("minilm", "128 tokens"),
+    ("minilm", "32 texts"),
+    ("modernbert", "2,048 tokens"),
+    ("modernbert", "8,192 tokens"),
+)
 
 
 def instead() -> str:
