@@ -276,7 +276,8 @@ def instead() -> str:
     cells = []
     for way, when in INSTEAD.items():
         own = [row for (case, _, each), row in rows.items() if (case, each) == ("minilm", way) and not row["note"]]
-        worst = f"{max(row['difference'] for row in own):.0e}", f"{min(row['cosine'] for row in own):.3f}"
+        off, cosine = max(row["difference"] for row in own), min(row["cosine"] for row in own)
+        worst = f"{off:.0e}" if off else "0", f"{cosine:.3f}"
         name = f"`{way}`" if way == "swap(model)" else way.replace(", swap(model)", " and `swap(model)`")
         cells.append((name, when, *(speed(*each, way) for each in columns), *worst))
     heads = ["way", "the answer for", *(f"{MODELS[case]}, {texts}" for case, texts in columns)]

@@ -28,7 +28,13 @@ def modernbert() -> Any:
     """A model with the attention layers of ModernBERT-base, whose config this is, and little beside them."""
     from transformers import ModernBertConfig, ModernBertModel
 
-    numbers = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    numbers: dict[str, Any] = {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    }
     return ModernBertModel(ModernBertConfig(vocab_size=1000, intermediate_size=8, **numbers)).eval()
 
 
