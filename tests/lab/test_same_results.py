@@ -62,7 +62,7 @@ def test_nothing_is_said_of_shapes_and_a_reason_is_given_where_nothing_is_gained
 
 def windows(folder: Path) -> Path:
     """A causal model that sees 16 tokens and has 400 positions."""
-    sizes = {"sliding_window": 16, "num_key_value_heads": 2, "max_position_embeddings": 400}
+    sizes: dict[str, Any] = {"sliding_window": 16, "num_key_value_heads": 2, "max_position_embeddings": 400}
     return saved(folder, "MistralModel", **sizes)
 
 
