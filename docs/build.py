@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import measured
@@ -201,6 +202,114 @@ def written() -> str:
     }
     about = f"{record.meta['model']}; {record.machine} (`records/{record.name}`)."
     return f"{table(('mechanism', *positions), [(linked(name), *row) for name, row in cells.items()])}\n\n{about}"
+
+
+# README and docs/guides/swap.md: the same results, faster
+
+MODELS = {  # of a record of whole models -> what it is called
+    "modernbert": "ModernBERT", "gemma3": "Gemma 3", "mistral": "Mistral", "t5": "T5 encoder", "minilm": "MiniLM",
+    "longformer": "Longformer",
+}  # fmt: skip
+FIRST = {"forward": "", "one padded batch": ", 32 texts in a padded batch"}
+
+
+def same_results(*asked: str) -> str:
+    """How many times as fast ``swap(model)`` makes whole models, and how far outputs are apart.
+
+    Args:
+        asked: Lengths, and the models of the record if not all.
+    """
+    record, rows = measured.newest("whole-models"), dict[str, dict[int, Any]]()
+    lengths = [each for each in asked if each.isdigit()]
+    for row in record.held["rows"]:
+        if row["what"] in FIRST and (row["case"] in asked or len(lengths) == len(asked)):
+            rows.setdefault(MODELS[row["case"]] + FIRST[row["what"]], {})[row["length"]] = row
+    columns = [int(length) for length in lengths]
+    cells = [
+        (name, *(times(own[n]["times"]) if n in own else "-" for n in columns),
+         f"{max(row['difference'] for row in own.values()):.0e}")
+        for name, own in rows.items()
+    ]  # fmt: skip
+    return table(("times as fast", *(f"{n:,} tokens" for n in columns), "outputs differ by"), cells)
+
+
+def other_work() -> str:
+    """What ``swap(model)`` gains beside forward passes of one text: training, memory, modules, sorted batches."""
+    record, cells = measured.newest("whole-models"), []
+    for row in record.held["rows"]:
+        if row["what"] not in FIRST:
+            kind = "bytes" if "bytes" in row else "seconds"
+            both = (row[each] / measured.MIB if kind == "bytes" else row[each] for each in (kind, f"swapped_{kind}"))
+            took = [f"{value:,.0f} MiB" if kind == "bytes" else f"{value:.2f} s" for value in both]
+            cells.append((MODELS[row["case"]], row["what"], f"{row['length']:,}", *took, times(row["times"])))
+    about = f"{record.machine} ({record.link})."
+    heads = ("model", "what", "tokens", "transformers", "`swap(model)`", "gain")
+    return f"{table(heads, cells)}\n\n{about}" if cells else f"The newest record has forward passes only: {about}"
+
+
+INSTEAD = {  # a way of a record -> when it is the answer
+    "transformers, float32": "texts of one short length",
+    "swap(model)": "the results have to stay; mixed or long texts",
+    "ONNX Runtime, float32": "a program without PyTorch",
+    "ONNX Runtime, int8": "short texts of one length, and your task bears the error",
+    "torch, dynamic int8": "as above, in PyTorch",
+    "torch, dynamic int8, swap(model)": "mixed or long texts, and your task bears the error",
+}
+SHOWN = (
+    ("minilm", "128 tokens"),
+    ("minilm", "32 texts"),
+    ("modernbert", "2,048 tokens"),
+    ("modernbert", "8,192 tokens"),
+)
+
+
+def instead() -> str:
+    """Six ways to run an encoder on a CPU: when each is the answer, its speed by transformers', and its outputs."""
+    record = measured.newest("instead")
+    rows = {(row["case"], row["texts"], row["way"]): row for row in record.held["rows"]}
+    columns = [each for each in SHOWN if (*each, "swap(model)") in rows]
+
+    def speed(case: str, texts: str, way: str) -> str:
+        own, exact = rows[case, texts, way], rows[case, texts, "transformers, float32"]
+        return times(own["tokens_per_second"] / exact["tokens_per_second"]) if not own["note"] else "too large"
+
+    cells = []
+    for way, when in INSTEAD.items():
+        own = [row for (case, _, each), row in rows.items() if (case, each) == ("minilm", way) and not row["note"]]
+        off, cosine = max(row["difference"] for row in own), min(row["cosine"] for row in own)
+        worst = f"{off:.0e}" if off else "0", f"{cosine:.3f}"
+        name = f"`{way}`" if way == "swap(model)" else way.replace(", swap(model)", " and `swap(model)`")
+        cells.append((name, when, *(speed(*each, way) for each in columns), *worst))
+    heads = ["way", "the answer for", *(f"{MODELS[case]}, {texts}" for case, texts in columns)]
+    heads += ["MiniLM's outputs differ by", "cosine"]
+    return f"{table(heads, cells)}\n\nTokens per second, over transformers'. {record.machine} ({record.link})."
+
+
+def recommended() -> str:
+    """Three recommendations for README: time and results at 4,096 tokens, those of a row from one record."""
+    whole, positions, study = map(measured.newest, ("whole-models", "by-position", "study-byte-lm-convolved"))
+    at = f"{measured.FAR:,} tokens"
+    asked = ("modernbert", "forward", measured.FAR)
+    row = next(row for row in whole.held["rows"] if (row["case"], row["what"], row["length"]) == asked)
+    blocks = "BlockLocal(block_size=256)"
+    readers = {row["reader"]: row for row in positions.held["rows"]}
+    own, exact = readers[f"extended, untrained {blocks}"], readers["extended, exact"]
+    steps: dict[str, list[float]] = {}
+    for each in study.held["results"]:
+        steps.setdefault(each["mechanism"], []).append(each["step_seconds"])
+    learnt = measured.learned(study)
+    rows = [
+        ("the model's own results", "`swap(model)`", f"{times(row['times'])}, a ModernBERT",
+         f"outputs differ by {row['difference']:.0e}", whole),
+        ("one pass beyond the model's positions", f"`{blocks}`, untrained",
+         f"{times(own['tokens_per_second'] / exact['tokens_per_second'])}, a small Llama",
+         f"{own['bits_per_byte'][-1]:.3f} bits per byte; exact {exact['bits_per_byte'][-1]:.3f}", positions),
+        ("training from scratch, in equal time", "`WKV()`",
+         f"{times(fmean(steps[measured.EXACT]) / fmean(steps['WKV()']))}, a training step",
+         f"{learnt['WKV()']:.3f} bits per byte; exact {learnt[measured.EXACT]:.3f}", study),
+    ]  # fmt: skip
+    cells = [(*words, f"[{record.name[11:-5]}](records/{record.name})") for *words, record in rows]
+    return table(("you need", "take", f"time at {at}", f"results at {at}", "record"), cells)
 
 
 # records/README.md
@@ -397,6 +506,7 @@ def rooms() -> str:
 PARTS: dict[str, Callable[..., str]] = {part.__name__: part for part in (
     measured.gain, measured.untrained, measured.converted, measured.state, lengths, learned, decision, retrieved,
     late, chosen, swapped, priced, conversions, written, recorded, overview, names, vehicles, rooms,
+    measured.processor, same_results, other_work, instead, recommended,
 )}  # fmt: skip
 MARK = re.compile(r"(<!-- build: (\w+)(?: ([^<>\n]*))? -->)(.*?)(<!-- end -->)", re.S)
 PAGES = [

@@ -217,3 +217,10 @@ def state(expression: str) -> str:
     own, exact = (record.held["mechanisms"][name][-1] for name in (expression, EXACT))
     time = f"{own['milliseconds']:.1f} ms a token for {exact['milliseconds']:.1f} at {own['position']:,}"
     return f"{time}, {own['bytes'] / MIB:.2f} MiB for {exact['bytes'] / MIB:.0f} ({record.link})"
+
+
+def processor(kind: str) -> str:
+    """The processor of the newest record of a kind, and how many of its cores were used."""
+    meta = newest(kind).meta
+    name = " ".join(re.sub(r"\((?:R|TM)\)|\b(?:CPU|Processor)\b", " ", meta["hardware"]).split())
+    return f"{name}, {meta['threads']} of {meta['cores']} cores"

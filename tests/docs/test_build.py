@@ -114,6 +114,74 @@ def test_one_decision_for_long_texts_stands_wherever_it_is_asked_for(build: Modu
         assert f"{value:.3f}" in build.decision()
 
 
+def test_gains_with_the_same_results_are_the_records(build: ModuleType, changed: Change) -> None:
+    def faster(held: Any) -> None:
+        for row in held["rows"]:
+            if (row["case"], row["what"], row["length"]) == ("modernbert", "forward", 4096):
+                row.update(times=432.1, difference=0.5)
+        memory = {
+            "case": "t5",
+            "what": "peak memory",
+            "length": 2048,
+            "bytes": 2**30,
+            "swapped_bytes": 2**28,
+            "times": 4,
+        }
+        held["rows"] = [*(row for row in held["rows"] if row["what"] != "peak memory"), memory]
+        held["meta"].update(hardware="Some(R) CPU Processor 7", threads=3, cores=8)
+
+    assert not any("432x" in text for text in (build.same_results("4096"), build.recommended()))
+    changed("whole-models", faster)
+    lines = [line for line in build.same_results("1024", "4096").splitlines() if "432x" in line]
+    assert [(line.split(" | ")[0], line.split(" | ")[-1]) for line in lines] == [("| ModernBERT", "5e-01 |")]
+    assert "432x" not in build.same_results("gemma3", "1024", "4096")
+    assert "| `swap(model)` | 432x, a ModernBERT | outputs differ by 5e-01 |" in build.recommended()
+    assert "| T5 encoder | peak memory | 2,048 | 1,024 MiB | 256 MiB | 4.0x |" in build.other_work()
+    assert build.measured.processor("whole-models") == "Some 7, 3 of 8 cores"
+
+
+def test_every_way_of_the_comparison_has_its_line(build: ModuleType, changed: Change) -> None:
+    """Speeds over transformers', the worst of MiniLM's outputs, and what was too large to run."""
+
+    def other(held: Any) -> None:
+        for row in held["rows"]:
+            if row["way"] == "swap(model)" and row["case"] == "minilm":
+                row.update(tokens_per_second=77.7 * row["tokens"], cosine=0.3 if row["texts"] == "128 tokens" else 0.9)
+            if row["way"] == "transformers, float32" and row["case"] == "minilm":
+                row.update(tokens_per_second=1.0 * row["tokens"])
+            if row["way"] == "ONNX Runtime, int8" and row["texts"] == "2,048 tokens":
+                row.update(note="scores of all pairs would take up to 40 GiB")
+
+    ways = {row["way"] for row in build.measured.newest("instead").held["rows"]}
+    assert ways == {*build.INSTEAD}
+    assert len(build.instead().splitlines()) == 2 + len(ways) + 2
+    changed("instead", other)
+    lines = {line.split(" | ")[0]: line for line in build.instead().splitlines()}
+    assert lines["| `swap(model)`"].count("77.7x") == 2
+    assert lines["| `swap(model)`"].endswith("| 0.300 |")
+    assert "too large" in lines["| ONNX Runtime, int8"]
+
+
+def test_recommendations_are_of_one_length(build: ModuleType, changed: Change) -> None:
+    """Time and results in a row are of one record, at 4,096 tokens."""
+
+    def slower(held: Any) -> None:
+        for row in held["rows"]:
+            if row["reader"] == "extended, untrained BlockLocal(block_size=256)":
+                row.update(tokens_per_second=1e6, bits_per_byte=[*row["bits_per_byte"][:-1], 9.875])
+
+    _, _, *rows = build.recommended().splitlines()
+    assert len(rows) == 3
+    for row in rows:
+        (file,) = re.findall(r"\]\((records/[\w.-]+)\) \|$", row)
+        assert (ROOT / file).exists()
+    positions, study = (build.measured.newest(kind) for kind in ("by-position", "study-byte-lm-convolved"))
+    assert positions.meta["edges"][-1] == 4096
+    assert "context=4096" in study.meta["task"]
+    changed("by-position", slower)
+    assert "| 212x, a small Llama | 9.875 bits per byte; exact 2.209 |" in build.recommended()
+
+
 def test_cosine_and_speed_in_a_row_are_of_one_length(build: ModuleType, changed: Change) -> None:
     """What a swap does to passages of 480 tokens stands beside the time of the nearest length, never of 4,096."""
 
