@@ -29,16 +29,16 @@ def row(length: int, before: float, difference: float = 1e-7) -> dict[str, Any]:
             [row(512, 1.0), row(1024, 1.5, 2e-7), row(4096, 3.0, 4e-7)],
             False,
             [
-                "Same results, faster: swap(model) makes the whole model 1.5 times at 1,024 tokens; 3 times at 4,096 "
-                "tokens (outputs differ by 4e-07)."
+                "Same results, faster: swap(model) makes the whole model 1.5 times as fast at 1,024 tokens; 3 times "
+                "as fast at 4,096 tokens (outputs differ by 4e-07)."
             ],
         ),
         (
             [row(1024, 2.0)],
             True,
             [
-                "Same results, faster: swap(model) makes the whole model 2 times at 1,024 tokens (outputs differ by "
-                "1e-07).",
+                "Same results, faster: swap(model) makes the whole model 2 times as fast at 1,024 tokens (outputs "
+                "differ by 1e-07).",
                 PADDING.replace("leaves", "also leaves"),
             ],
         ),
@@ -56,6 +56,8 @@ def test_what_was_found_in_words(rows: list[dict[str, Any]], skips: bool, said: 
 def test_nothing_is_said_of_shapes_and_a_reason_is_given_where_nothing_is_gained() -> None:
     assert same_results.words(None) == []
     assert same_results.measure(Gaussian(2, 8), [64], 10.0, lambda what: None) is None
+    (said,) = same_results.words({"gains": True, "skips_padding": False, "rows": []})
+    assert said == "swap(model) keeps the results. What it gains was not timed at these lengths."
     (said,) = same_results.words({"gains": False, "skips_padding": False, "rows": []})
     assert said.startswith("Nothing is faster with the same results")
 

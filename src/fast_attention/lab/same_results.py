@@ -52,7 +52,9 @@ def words(found: dict[str, Any] | None) -> list[str]:
     faster = [row for row in found["rows"] if row["before"] >= EVEN * row["after"]]
     sentences = []
     if faster:
-        gains = "; ".join(f"{digits(row['before'] / row['after'])} times at {row['length']:,} tokens" for row in faster)
+        gains = "; ".join(
+            f"{digits(row['before'] / row['after'])} times as fast at {row['length']:,} tokens" for row in faster
+        )
         off = max(row["difference"] for row in faster)
         sentences.append(
             f"Same results, faster: swap(model) makes the whole model {gains} (outputs differ by {off:.0e})."
@@ -60,11 +62,11 @@ def words(found: dict[str, Any] | None) -> list[str]:
     if found["skips_padding"]:
         also = "also " if faster else ""
         sentences.append(f"Same results, faster: swap(model) {also}leaves the padding of batches out.")
-    if not sentences:
-        shorter = found["rows"] and max(row["length"] for row in found["rows"])
-        sentences.append(
-            f"swap(model) keeps the results, and gains nothing up to {shorter:,} tokens."
-            if shorter
-            else "Nothing is faster with the same results: all layers see all tokens, by torch's kernel."
-        )
+    if not sentences and found["rows"]:
+        longest = max(row["length"] for row in found["rows"])
+        sentences.append(f"swap(model) keeps the results, and gains nothing up to {longest:,} tokens.")
+    elif not sentences and found["gains"]:
+        sentences.append("swap(model) keeps the results. What it gains was not timed at these lengths.")
+    elif not sentences:
+        sentences.append("Nothing is faster with the same results: all layers see all tokens, by torch's kernel.")
     return sentences
