@@ -172,7 +172,8 @@ class UMT5Attention(modeling_umt5.UMT5Attention):
     def compute_bias(self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Any:
         """Our form, of which the attention function makes the bias of all pairs where that is as fast."""
         has_table = self.__dict__["has_relative_attention_bias"]
-        if not traced() and self.config._attn_implementation in masks.NAMES.values():
+        named = self.config._attn_implementation
+        if not traced() and named in masks.NAMES.values() and not _may_show(self, named):
             return Undecided(self if has_table else None, past_seen_tokens)
         if has_table:
             return super().compute_bias(query_length, key_length, device, past_seen_tokens)
