@@ -9,9 +9,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fast_attention import swap
+from fast_attention.integrations import calls
 from fast_attention.integrations.exact import mode
+from fast_attention.integrations.exact.attention import attention
+from fast_attention.integrations.visible import Visibility
 from tests.hf import families
 from tests.hf.test_families import GRADIENTS, SAME, away, both, first
 
@@ -78,6 +82,30 @@ def test_autocast_is_as_near_as_the_original() -> None:
             wanted, got = both(lambda: first(model(IDS)).float())
     errors = [(x - exact).square().mean().sqrt() for x in (wanted, got)]
     assert errors[1] <= 1.1 * errors[0]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_unknown_tensors_are_unknown_when_a_layer_is_computed_again(reentrant: bool) -> None:
+    """In the backward pass, where the call that knew its arguments is over."""
+    module = families.decoder("Mistral").model.layers[0].self_attn
+    q = torch.randn(1, 4, 20, 8, requires_grad=True)
+    for name, known in (("num_items_in_batch", True), ("block_indices", False)):
+        masked = []
+
+        def dense(masked: list[int] = masked) -> Tensor:
+            masked.append(1)
+            return torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
+
+        seen = Visibility(dense, is_causal=True, back=3)
+
+        def run(x: Tensor, name: str = name, seen: Visibility = seen) -> Tensor:
+            return attention("sdpa", module, x, x[:, :2], x[:, :2], seen, **{name: torch.ones(1)})[0]
+
+        calls.begin(module, arguments=frozenset({"num_items_in_batch"}))
+        out = checkpoint(run, q, use_reentrant=reentrant)
+        calls.end(module)
+        out.sum().backward()
+        assert len(masked) == (0 if known else 2)
 
 
 def test_a_model_of_middle_size_at_its_own_lengths() -> None:

@@ -79,12 +79,17 @@ def is_argument(name: str) -> bool:
 
     Where gradient checkpointing computes a layer again, in the backward pass, the model's call is over: so it was then.
     """
-    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+    if computed_again():
         return True
     call = _thread.innermost
     while call is not None and name not in call.arguments:
         call = call.outer
     return call is not None
+
+
+def computed_again() -> bool:
+    """Whether the backward pass runs, in which gradient checkpointing computes a layer again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def continues(cache: Any) -> bool:

@@ -68,7 +68,7 @@ def attention(
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     if seen is None and attention_mask is None and query.shape[2] == key.shape[2]:
         seen = _packed(query)
-    changes = changed(extra)
+    changes = changed(extra, seen)
     positions, cap = changes.get(POSITIONS), changes.get(CAP)
     if positions is not None and not positions.takes(module, query, attention_mask if seen is None else seen):
         mask = attention_mask if seen is None else seen.dense()
@@ -135,16 +135,24 @@ def attend(
     return out.reshape(q.shape[0], q.shape[2], *out.shape[1:])
 
 
-def changed(extra: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a layer's that alter its scores: so does any tensor that is not known to do nothing."""
-    changes = {name: x for name, x in extra.items() if x is not None and (name in CHANGES or _is_unknown(name, x))}
+def changed(extra: dict[str, Any], seen: Visibility | None = None) -> dict[str, Any]:
+    """The arguments of a layer's that alter its scores: so does any tensor that is not known to do nothing.
+
+    Args:
+        extra: Arguments of the attention function.
+        seen: The layer's mask, which keeps what is harmless for a layer that is computed again.
+    """
+    tensors = {name for name, x in extra.items() if isinstance(x, Tensor) and name not in (*CHANGES, *HARMLESS)}
+    if seen is not None and calls.computed_again():
+        unknown = tensors - seen.harmless
+    else:
+        unknown = {name for name in tensors if not calls.is_argument(name)}
+        if seen is not None:
+            seen.harmless.update(tensors - unknown)
+    changes = {name: x for name, x in extra.items() if x is not None and (name in CHANGES or name in unknown)}
     if BIAS in changes and not isinstance(changes[BIAS], Tensor):
         changes[POSITIONS] = changes.pop(BIAS)
     return changes
-
-
-def _is_unknown(name: str, x: Any) -> bool:
-    return isinstance(x, Tensor) and name not in HARMLESS and not calls.is_argument(name)
 
 
 @functools.lru_cache(256)

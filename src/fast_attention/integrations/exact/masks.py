@@ -85,6 +85,7 @@ def structured(
         seen = mask_functions.read(mask_function, positions, tokens, functools.cache(whole if cuts else dense))
     except (IndexError, RuntimeError):  # a function of the inputs, which end before the probe's positions do
         return as_before()
+    seen = replace(seen, harmless=set())  # structures are kept, and shared by models
     if packed is not None:
         return replace(seen, packing=packed_rows.texts_of(packed))
     forced = mode.runs(False)
