@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from fast_attention import packed
 from fast_attention.engine import heads
+from fast_attention.engine.fused import keyed_attention
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows
@@ -178,6 +179,12 @@ def _one_text(
     if cap is not None:
         sides = {"back": None if is_whole else back, "ahead": 0 if causal else None if is_whole else ahead}
         return capped_attention(q, k, v, cap=cap, scale=scale, dropout=dropout, **sides)
+    by_key = getattr(bias, "by_key", None)
+    if by_key is not None and is_whole and causal and q.shape[-2] == keys and not dropout:
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        out = keyed_attention(q, k, v, by_key(keys), scale=factor)
+        if out is not None:
+            return out
     if is_whole and sinks is None and bias is None and (not causal or q.shape[-2] == keys):
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(
