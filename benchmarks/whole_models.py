@@ -40,6 +40,7 @@ TEXTS, LEAST, TOGETHER = 32, 16, 8  # of the mixed batch: texts, tokens of the s
 Run = Callable[[], list[Tensor]]
 Models = tuple[Any, Any]  # as transformers made it, and swapped
 Sides = tuple[Run, ...]  # the same of both; they return what is compared
+Lengths = Callable[[int], list[int]]  # from the longest text's length to those of all
 
 
 # Models
@@ -151,15 +152,15 @@ def attention(models: Models, length: int) -> Sides:
     return tuple(map(layers, models))
 
 
-def padded(models: Models, length: int) -> Sides:
+def padded(models: Models, length: int, lengths: Lengths | None = None) -> Sides:
     """32 texts in one padded batch."""
-    texts = prose(mixed(length))
+    texts = prose((lengths or mixed)(length))
     return tuple(functools.partial(read, model, texts, TEXTS) for model in models)
 
 
-def sorted_batches(models: Models, length: int) -> Sides:
+def sorted_batches(models: Models, length: int, lengths: Lengths | None = None) -> Sides:
     """32 texts, for the original in batches of 8 by length, for the swapped model in one padded batch."""
-    texts, (original, swapped) = prose(mixed(length)), models
+    texts, (original, swapped) = prose((lengths or mixed)(length)), models
     return functools.partial(read, original, texts, TOGETHER), functools.partial(read, swapped, texts, TEXTS)
 
 
@@ -178,6 +179,12 @@ def mixed(longest: int) -> list[int]:
     """The lengths of 32 texts from 16 tokens on, each longer by the same factor."""
     shortest = min(LEAST, longest)
     return [round(shortest * (longest / shortest) ** (number / (TEXTS - 1))) for number in range(TEXTS)]
+
+
+def even(longest: int) -> list[int]:
+    """The lengths of 32 texts from 16 tokens on, each longer by as many tokens."""
+    shortest = min(LEAST, longest)
+    return [round(shortest + (longest - shortest) * number / (TEXTS - 1)) for number in range(TEXTS)]
 
 
 def prose(lengths: Sequence[int]) -> list[Tensor]:
@@ -208,6 +215,8 @@ def read(model: Any, texts: list[Tensor], together: int) -> list[Tensor]:
 WORK: dict[str, Callable[[Models, int], Sides]] = {
     "forward": forward, "peak memory": forward, "attention module": attention, "one padded batch": padded,
     "batches of 8 by length": sorted_batches, "training": training,
+    "one padded batch, even lengths": functools.partial(padded, lengths=even),
+    "batches of 8 by length, even lengths": functools.partial(sorted_batches, lengths=even),
 }  # fmt: skip
 
 
@@ -228,7 +237,10 @@ CASES = {
     }),
     "mistral": Case(mistral, {"forward": {4096: 2.3, 16384: 6.0}}),
     "t5": Case(t5, {"forward": {1024: None, 2048: 2.7, 4096: 2.9, 8192: None}, "peak memory": {2048: 3.0, 4096: 3.0}}),
-    "minilm": Case(minilm, {"one padded batch": {512: 2.7}, "batches of 8 by length": {512: 1.2}}),
+    "minilm": Case(minilm, {
+        "one padded batch": {512: 2.7}, "batches of 8 by length": {512: 1.2},
+        "one padded batch, even lengths": {512: None}, "batches of 8 by length, even lengths": {512: None},
+    }),
     "longformer": Case(longformer, {
         "forward": {4096: 1.35}, "attention module": {4096: 2.0}, "peak memory": {4096: 2.0}, "training": {4096: 1.3},
     }),

@@ -210,7 +210,11 @@ MODELS = {  # of a record of whole models -> what it is called
     "modernbert": "ModernBERT", "gemma3": "Gemma 3", "mistral": "Mistral", "t5": "T5 encoder", "minilm": "MiniLM",
     "longformer": "Longformer",
 }  # fmt: skip
-FIRST = {"forward": "", "one padded batch": ", 32 texts in a padded batch"}
+FIRST = {
+    "forward": "",
+    "one padded batch": ", a padded batch of 32 texts, lengths on a log scale",
+    "one padded batch, even lengths": ", a padded batch of 32 texts, lengths evenly spread",
+}
 
 
 def same_results(*asked: str) -> str:
