@@ -47,7 +47,7 @@ FAULTS = [
     Fault("a probe changes BigBird's attention for good", "integrations/exact/swapping.py", "if not probes and any(",
           "if False and any(", "tests/hf/test_big_bird.py -k not_run"),
     Fault("unknown tensors are harmless when a layer is computed again", "integrations/exact/attention.py",
-          "unknown = tensors - seen.harmless", "unknown = set()", "tests/hf/test_training.py -k unknown_tensors"),
+          "unknown = tensors - known", "unknown = set()", "tests/hf/test_training.py -k unknown_tensors"),
     Fault("T5's positions are those of other offsets", "integrations/exact/t5.py", "first = -int(offsets[0])",
           "first = 1 - int(offsets[0])", "tests/hf/test_scores.py -k 'T5 or t5'"),
     Fault("a soft cap is left out", "integrations/exact/soft_caps.py", ".tanh_()", "", "tests/hf/test_scores.py"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Visibility:
     packing: Packing | None = None  # of rows whose borders were given beside the mask; texts run on from row to row
     borders: tuple[Mapping[str, Tensor], ...] = ()  # of packed rows, as the model was told, the innermost call first
     complete: bool = True
-    harmless: set[str] = field(default_factory=set[str], compare=False)  # tensors beside it, arguments of the model
+    harmless: set[str] | None = None  # names of tensors beside it that the model was given itself; exact forms add some
     valid: Bool[Tensor, ""] | None = None  # in a compiled model: whether the fields hold, computed at each call
 
     @property

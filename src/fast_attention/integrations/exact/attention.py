@@ -144,12 +144,13 @@ def changed(extra: dict[str, Any], seen: Visibility | None = None) -> dict[str, 
         seen: The layer's mask, which keeps what is harmless for a layer that is computed again.
     """
     tensors = {name for name, x in extra.items() if isinstance(x, Tensor) and name not in (*CHANGES, *HARMLESS)}
-    if seen is not None and calls.computed_again():
-        unknown = tensors - seen.harmless
+    known = None if seen is None else seen.harmless
+    if known is not None and calls.computed_again():
+        unknown = tensors - known
     else:
         unknown = {name for name in tensors if not calls.is_argument(name)}
-        if seen is not None:
-            seen.harmless.update(tensors - unknown)
+        if known is not None:
+            known.update(tensors - unknown)
     changes = {name: x for name, x in extra.items() if x is not None and (name in CHANGES or name in unknown)}
     if BIAS in changes and not isinstance(changes[BIAS], Tensor):
         changes[POSITIONS] = changes.pop(BIAS)
