@@ -103,6 +103,8 @@ TAKE_A_MECHANISM: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("function", TAKE_A_MECHANISM)
 def test_a_class_or_a_function_is_no_mechanism(function: str) -> None:
     for given, words in ((Local, "write Local("), (local_attention, "local_attention"), (None, "None"), (3, "3")):
+        if given is None and function == "swap":  # the model's own attention, computed as what it is
+            continue
         with pytest.raises((TypeError, ValueError), match=re.escape(words)) as refused:
             TAKE_A_MECHANISM[function](given)
         assert "\n" not in str(refused.value)

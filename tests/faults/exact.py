@@ -28,7 +28,7 @@ FAULTS = [
     Fault("cut queries lose their causal order", "integrations/exact/masks.py",
           "mask is not None or q_length < 2 or not cuts", "True", f"{FAMILIES} -k cut_queries"),
     Fault("holes in a text are closed up", "integrations/exact/masks.py",
-          "return seen.tokens is None or _runs_on(seen)", "return True", "tests/hf/test_swapped.py -k callers_own"),
+          "return not others and _runs_on(seen)", "return not others", "tests/hf/test_swapped.py -k callers_own"),
     Fault("attention matrices are lost", "integrations/exact/masks.py",
           '(calls.shows_any() and before == "eager")', "False", "tests/hf/test_swapped.py -k matrices"),
     Fault("a check compares a model with itself", "integrations/exact/mode.py", "    with _set(False):", "    with _set(True):",
