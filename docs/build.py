@@ -212,8 +212,8 @@ MODELS = {  # of a record of whole models -> what it is called
 }  # fmt: skip
 FIRST = {
     "forward": "",
-    "one padded batch": ", a padded batch of 32 texts, lengths on a log scale",
-    "one padded batch, even lengths": ", a padded batch of 32 texts, lengths evenly spread",
+    "one padded batch": ", 32 padded texts, lengths by log scale",
+    "one padded batch, even lengths": ", 32 padded texts, evenly spread",
 }
 
 

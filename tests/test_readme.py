@@ -53,7 +53,7 @@ def test_its_code_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         if language == "python":
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                exec(code.replace("(1, 2048)", "(1, 448)"), space)  # long enough for windows, and quick
+                exec(code.replace("(1, 2048)", "(1, 640)"), space)  # long enough for windows, and quick
             assert printed.getvalue() == shown
             ran += 1
     assert ran == 3
