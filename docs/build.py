@@ -212,7 +212,7 @@ MODELS = {  # of a record of whole models -> what it is called
 }  # fmt: skip
 FIRST = {
     "forward": "",
-    "one padded batch": ", 32 padded texts, lengths by log scale",
+    "one padded batch": ", 32 padded texts, log scale",
     "one padded batch, even lengths": ", 32 padded texts, evenly spread",
 }
 
