@@ -11,8 +11,7 @@ import inspect
 import itertools
 import operator
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, overload
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.expressions import in_words
+from fast_attention.integrations.modules import evaluating
 from fast_attention.integrations.swapping import pretrained
 from fast_attention.refusals import is_module
 
@@ -132,7 +132,7 @@ def late_chunks(
         places = _given(chunk, document, encoding.offsets, longest)
     else:
         places = _counted(chunk, encoding.offsets, longest)
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         tokens = _read(encoder.tokens, encoding, content, next(model.parameters()).device)
         means = torch.stack([tokens[place.tokens.start : place.tokens.stop].mean(0) for place in places])
         vectors = encoder.behind(means)
@@ -214,18 +214,6 @@ def _longest(model: nn.Module, tokenizer: Any) -> int:
         first = [part.padding_idx + 1 for part in tables if getattr(part, "padding_idx", None) is not None]
         known.append(positions - max(first, default=0))
     return min((each for each in known if each is not None), default=NO_LIMIT)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while: no dropout."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 # Tokens and windows ---------------------------------------------------------------------------------------------------

@@ -101,64 +101,43 @@ def _may_show(layer: Any, named: str) -> bool:
     return named == masks.NAMES["eager"] and (calls.shows_any() or computes_again)
 
 
+def forward(
+    self: Any, hidden_states: Tensor, mask: Any = None, key_value_states: Any = None, position_bias: Any = None,
+    *args: Any, **settings: Any,
+) -> Any:  # fmt: skip
+    """As transformers' module; ``position_bias`` may be our form."""
+    bias = _relative(self, hidden_states, mask, position_bias, crosses=key_value_states is not None)
+    return _own(self).forward(self, hidden_states, mask, key_value_states, bias, *args, **settings)
+
+
 class T5Attention(modeling_t5.T5Attention):
     """T5's attention module with the same parts."""
 
-    def forward(
-        self, hidden_states: Tensor, mask: Any = None, key_value_states: Any = None, position_bias: Any = None,
-        *args: Any, **settings: Any,
-    ) -> Any:  # fmt: skip
-        """As transformers' module; ``position_bias`` may be our form."""
-        bias = _relative(self, hidden_states, mask, position_bias, crosses=key_value_states is not None)
-        return super().forward(hidden_states, mask, key_value_states, bias, *args, **settings)
+    forward = forward
 
 
 class MT5Attention(modeling_mt5.MT5Attention):
     """mT5's attention module with the same parts."""
 
-    def forward(
-        self, hidden_states: Tensor, mask: Any = None, key_value_states: Any = None, position_bias: Any = None,
-        *args: Any, **settings: Any,
-    ) -> Any:  # fmt: skip
-        """As transformers' module; ``position_bias`` may be our form."""
-        bias = _relative(self, hidden_states, mask, position_bias, crosses=key_value_states is not None)
-        return super().forward(hidden_states, mask, key_value_states, bias, *args, **settings)
+    forward = forward
 
 
 class SwitchTransformersAttention(modeling_switch_transformers.SwitchTransformersAttention):
     """Switch Transformers' attention module with the same parts."""
 
-    def forward(
-        self, hidden_states: Tensor, mask: Any = None, key_value_states: Any = None, position_bias: Any = None,
-        *args: Any, **settings: Any,
-    ) -> Any:  # fmt: skip
-        """As transformers' module; ``position_bias`` may be our form."""
-        bias = _relative(self, hidden_states, mask, position_bias, crosses=key_value_states is not None)
-        return super().forward(hidden_states, mask, key_value_states, bias, *args, **settings)
+    forward = forward
 
 
 class LongT5Attention(modeling_longt5.LongT5Attention):
     """The attention module of LongT5's decoder with the same parts."""
 
-    def forward(
-        self, hidden_states: Tensor, mask: Any = None, key_value_states: Any = None, position_bias: Any = None,
-        *args: Any, **settings: Any,
-    ) -> Any:  # fmt: skip
-        """As transformers' module; ``position_bias`` may be our form."""
-        bias = _relative(self, hidden_states, mask, position_bias, crosses=key_value_states is not None)
-        return super().forward(hidden_states, mask, key_value_states, bias, *args, **settings)
+    forward = forward
 
 
 class Pop2PianoAttention(modeling_pop2piano.Pop2PianoAttention):
     """Pop2Piano's attention module with the same parts."""
 
-    def forward(
-        self, hidden_states: Tensor, mask: Any = None, key_value_states: Any = None, position_bias: Any = None,
-        *args: Any, **settings: Any,
-    ) -> Any:  # fmt: skip
-        """As transformers' module; ``position_bias`` may be our form."""
-        bias = _relative(self, hidden_states, mask, position_bias, crosses=key_value_states is not None)
-        return super().forward(hidden_states, mask, key_value_states, bias, *args, **settings)
+    forward = forward
 
 
 class UMT5Attention(modeling_umt5.UMT5Attention):
