@@ -1,0 +1,62 @@
+// What crosses between library.cpp, which knows torch, and the kernels, which do not: pointers, sizes, strides.
+#pragma once
+#include <cstdint>
+
+namespace fast_attention {
+
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+// Tokens (batch, heads, length, numbers); strides count numbers, those of a token lie side by side.
+struct Tokens {
+  void* data;
+  int64_t batch, head, row;
+  Kind kind;
+};
+
+// Runs body(context, thread) on some threads of torch's own pool at once: one parallel region.
+typedef void (*Body)(void* context, int64_t thread);
+struct Pool {
+  int64_t threads;
+  void (*run)(int64_t threads, Body body, void* context);
+};
+
+// Some queries of one head, [row, row_end), and the ranges of keys that they see, in the order of keys.
+struct Tile {
+  int32_t row, row_end, range, range_end;
+};
+
+// Keys [first, end), none of them in another range of the tile. Query i sees key j where low <= j - i <= high.
+struct Range {
+  int32_t first, end, low, high;
+};
+
+struct TilesCall {
+  Tokens q, k, v, out;
+  float* logs;  // (batch, heads, length): the logarithms of normalisers; +infinity where a query sees nothing
+  int64_t batch, heads, groups, length, keys, width, values;
+  const uint8_t* key_mask;  // one byte a key, not 0 where it may be seen; nullptr: all may
+  int64_t mask_batch, mask_head;
+  const float* numbers;  // (heads, number_count): what scores gain by offset j - i, from first_offset on
+  int64_t numbers_head, first_offset, number_count;
+  const float* sinks;  // (heads): a logit of each head without a value
+  const Tile* tiles;   // sorted by rows; tile_batch and tile_head are strides in tiles, 0 where all share them
+  int64_t tile_count, tile_batch, tile_head;
+  const Range* ranges;
+  float scale, cap;  // cap: 0 for none, else scores become cap tanh(score / cap)
+};
+
+struct TilesGradients {
+  Tokens grad_out, dq;
+  float *dk, *dv;      // (batch, groups, keys, dk_row or dv_row), zeros at first; rows are whole vectors
+  int64_t dk_row, dv_row;
+  float* d_numbers;  // (batch, heads, number_count), zeros at first; nullptr: not wanted
+};
+
+// The functions of one width of vectors.
+struct Kernels {
+  int32_t width;
+  void (*tiles_forward)(const TilesCall&, const Pool&);
+  void (*tiles_backward)(const TilesCall&, const TilesGradients&, const Pool&);
+};
+
+}  // namespace fast_attention

@@ -1,0 +1,15 @@
+// All families for vectors of one width; compiled once for each.
+#include <cmath>
+
+#include "tiles.h"
+
+namespace fast_attention {
+
+extern const Kernels FAST_ATTENTION_JOIN(kernels_of_width_, FAST_ATTENTION_WIDTH);
+const Kernels FAST_ATTENTION_JOIN(kernels_of_width_, FAST_ATTENTION_WIDTH) = {
+    FAST_ATTENTION_WIDTH,
+    FAST_ATTENTION_NAMESPACE::tiles_forward,
+    FAST_ATTENTION_NAMESPACE::tiles_backward,
+};
+
+}  // namespace fast_attention

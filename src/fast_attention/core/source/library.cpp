@@ -1,0 +1,176 @@
+// Registers the operations of the core with torch, by its stable ABI alone: one file serves every torch from 2.11 on.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <string>
+
+#include "interface.h"
+
+#ifndef FAST_ATTENTION_STAMP
+#error "FAST_ATTENTION_STAMP is the hash of the sources; build by `python -m fast_attention.core build`"
+#endif
+
+namespace fast_attention {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+#ifdef FAST_ATTENTION_HAS_16
+extern const Kernels kernels_of_width_16;
+#endif
+#ifdef FAST_ATTENTION_HAS_8
+extern const Kernels kernels_of_width_8;
+#endif
+extern const Kernels kernels_of_width_4;
+
+namespace {
+
+const Kernels* kernels = &kernels_of_width_4;
+
+std::string stamp() { return FAST_ATTENTION_STAMP; }
+
+// Takes the widest vectors that are there and no wider than asked for; gives their width.
+int64_t use_width(int64_t width) {
+  kernels = &kernels_of_width_4;
+#ifdef FAST_ATTENTION_HAS_8
+  if (width >= 8) kernels = &kernels_of_width_8;
+#endif
+#ifdef FAST_ATTENTION_HAS_16
+  if (width >= 16) kernels = &kernels_of_width_16;
+#endif
+  return kernels->width;
+}
+
+Pool pool() {
+  Pool result;
+  result.threads = torch::stable::get_num_threads();
+  result.run = [](int64_t threads, Body body, void* context) {
+    if (threads <= 1) {
+      if (threads == 1) body(context, 0);
+      return;
+    }
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t thread = begin; thread < end; ++thread) body(context, thread);
+    });
+  };
+  return result;
+}
+
+Kind kind(const Tensor& x) {
+  const ScalarType type = x.scalar_type();
+  if (type == ScalarType::Float) return FLOAT32;
+  if (type == ScalarType::BFloat16) return BFLOAT16;
+  STD_TORCH_CHECK(type == ScalarType::Half, "the core takes float32, bfloat16 and float16");
+  return FLOAT16;
+}
+
+// (batch, heads, length, numbers)
+Tokens tokens(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() == 4 && x.stride(3) == 1, "the core takes four axes, and numbers of a token side by side");
+  return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), kind(x)};
+}
+
+template <class T>
+T* numbers_of(const Tensor& x) {
+  STD_TORCH_CHECK(x.is_contiguous(), "the core takes contiguous numbers here");
+  return static_cast<T*>(x.data_ptr());
+}
+
+TilesCall tiles_call(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                     const MaybeTensor& numbers, const MaybeTensor& sinks, const Tensor& tiles, const Tensor& ranges,
+                     int64_t first_offset, double scale, double cap, const Tensor& out, const Tensor& logs) {
+  TilesCall c{};
+  c.q = tokens(q), c.k = tokens(k), c.v = tokens(v), c.out = tokens(out);
+  c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3);
+  c.groups = k.size(1), c.keys = k.size(2), c.values = v.size(3);
+  STD_TORCH_CHECK(k.size(3) == c.width && v.size(2) == c.keys && v.size(1) == c.groups, "keys and values do not fit");
+  STD_TORCH_CHECK(k.size(0) == c.batch && v.size(0) == c.batch && c.groups > 0 && c.heads % c.groups == 0,
+                  "heads do not fit");
+  STD_TORCH_CHECK(out.size(0) == c.batch && out.size(1) == c.heads && out.size(2) == c.length && out.size(3) == c.values,
+                  "the output does not fit");
+  STD_TORCH_CHECK(logs.numel() == c.batch * c.heads * c.length, "the normalisers do not fit");
+  c.logs = numbers_of<float>(logs);
+  if (key_mask) {
+    STD_TORCH_CHECK(key_mask->dim() == 3 && key_mask->size(0) == c.batch && key_mask->size(1) == c.heads &&
+                        key_mask->size(2) == c.keys && (key_mask->stride(2) == 1 || c.keys <= 1),
+                    "the key mask does not fit");
+    c.key_mask = static_cast<const uint8_t*>(key_mask->data_ptr());
+    c.mask_batch = key_mask->stride(0), c.mask_head = key_mask->stride(1);
+  }
+  if (numbers) {
+    STD_TORCH_CHECK(numbers->dim() == 2 && numbers->size(0) == c.heads, "the numbers of offsets do not fit");
+    c.numbers = numbers_of<float>(*numbers);
+    c.number_count = numbers->size(1), c.numbers_head = c.number_count, c.first_offset = first_offset;
+  }
+  if (sinks) {
+    STD_TORCH_CHECK(sinks->numel() == c.heads, "the sinks do not fit");
+    c.sinks = numbers_of<float>(*sinks);
+  }
+  STD_TORCH_CHECK(tiles.dim() == 4 && tiles.size(3) == 4 && ranges.dim() == 2 && ranges.size(1) == 4,
+                  "tiles are (batch, heads, number, 4), ranges (number, 4)");
+  STD_TORCH_CHECK((tiles.size(0) == 1 || tiles.size(0) == c.batch) && (tiles.size(1) == 1 || tiles.size(1) == c.heads),
+                  "the tiles do not fit the heads");
+  c.tiles = numbers_of<Tile>(tiles), c.ranges = numbers_of<Range>(ranges);
+  c.tile_count = tiles.size(2);
+  c.tile_head = tiles.size(1) == 1 ? 0 : c.tile_count;
+  c.tile_batch = tiles.size(0) == 1 ? 0 : c.tile_count * tiles.size(1);
+  c.scale = static_cast<float>(scale), c.cap = static_cast<float>(cap);
+  return c;
+}
+
+void tiles_forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                   const MaybeTensor& numbers, const MaybeTensor& sinks, const Tensor& tiles, const Tensor& ranges,
+                   int64_t first_offset, double scale, double cap, const Tensor& out, const Tensor& logs) {
+  kernels->tiles_forward(
+      tiles_call(q, k, v, key_mask, numbers, sinks, tiles, ranges, first_offset, scale, cap, out, logs), pool());
+}
+
+void tiles_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                    const MaybeTensor& numbers, const MaybeTensor& sinks, const Tensor& tiles, const Tensor& ranges,
+                    int64_t first_offset, double scale, double cap, const Tensor& out, const Tensor& logs,
+                    const Tensor& grad_out, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                    const MaybeTensor& d_numbers) {
+  const TilesCall c = tiles_call(q, k, v, key_mask, numbers, sinks, tiles, ranges, first_offset, scale, cap, out, logs);
+  TilesGradients d{};
+  d.grad_out = tokens(grad_out), d.dq = tokens(dq);
+  d.dk = numbers_of<float>(dk), d.dv = numbers_of<float>(dv);
+  d.dk_row = dk.size(3), d.dv_row = dv.size(3);
+  STD_TORCH_CHECK(dk.numel() == c.batch * c.groups * c.keys * d.dk_row && d.dk_row >= c.width && d.dk_row % 16 == 0 &&
+                      dv.numel() == c.batch * c.groups * c.keys * d.dv_row && d.dv_row >= c.values && d.dv_row % 16 == 0,
+                  "the gradients of keys and values do not fit");
+  if (d_numbers) {
+    STD_TORCH_CHECK(d_numbers->numel() == c.batch * c.heads * c.number_count, "the gradients of numbers do not fit");
+    d.d_numbers = numbers_of<float>(*d_numbers);
+  }
+  kernels->tiles_backward(c, d, pool());
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(fast_attention_core, m) {
+  m.def("stamp() -> str");
+  m.def("use_width(int width) -> int");
+  m.def(
+      "tiles_forward(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? numbers, Tensor? sinks, Tensor tiles, "
+      "Tensor ranges, int first_offset, float scale, float cap, Tensor(a!) out, Tensor(b!) logs) -> ()");
+  m.def(
+      "tiles_backward(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? numbers, Tensor? sinks, Tensor tiles, "
+      "Tensor ranges, int first_offset, float scale, float cap, Tensor out, Tensor logs, Tensor grad_out, "
+      "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? d_numbers) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fast_attention_core, CompositeExplicitAutograd, m) {
+  m.impl("stamp", TORCH_BOX(&stamp));
+  m.impl("use_width", TORCH_BOX(&use_width));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fast_attention_core, CPU, m) {
+  m.impl("tiles_forward", TORCH_BOX(&tiles_forward));
+  m.impl("tiles_backward", TORCH_BOX(&tiles_backward));
+}
+
+}  // namespace fast_attention

@@ -1,0 +1,145 @@
+// Products of small matrices: C (M, N) = A (M, K) B (K, N), or added to C. A is read number by number with any strides,
+// B and C in rows of whole vectors.
+#pragma once
+#include <atomic>
+
+#include "vectors.h"
+
+namespace fast_attention {
+namespace FAST_ATTENTION_NAMESPACE {
+
+// A micro-kernel keeps ROWS x PANEL sums in registers: 24 of 32 with AVX-512, 12 of 16 else.
+constexpr int ROWS = W == 16 ? 12 : 6;
+constexpr int PANEL = 2 * W;
+
+template <int M, int N>
+inline void micro_kernel(int64_t K, const float* A, int64_t row, int64_t column, const float* B, int64_t ldb, float* C,
+                         int64_t ldc, bool add) {
+  Vec sums[M][N];
+#pragma GCC unroll 12
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) sums[i][j] = add ? load(C + i * ldc + j * W) : Vec{};
+  for (int64_t k = 0; k < K; ++k) {
+    Vec b[N];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) b[j] = load(B + j * W);
+#pragma GCC unroll 12
+    for (int i = 0; i < M; ++i) {
+      const Vec a = all(A[i * row]);
+#pragma GCC unroll 4
+      for (int j = 0; j < N; ++j) sums[i][j] += a * b[j];
+    }
+    A += column;
+    B += ldb;
+  }
+#pragma GCC unroll 12
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) store(C + i * ldc + j * W, sums[i][j]);
+}
+
+// All rows against N vectors of columns, which stay in the first cache: K * N * W numbers.
+template <int N>
+inline void column_panel(int64_t M, int64_t K, const float* A, int64_t row, int64_t column, const float* B, int64_t ldb,
+                         float* C, int64_t ldc, bool add) {
+  int64_t i = 0;
+  for (; i + ROWS <= M; i += ROWS)
+    micro_kernel<ROWS, N>(K, A + i * row, row, column, B, ldb, C + i * ldc, ldc, add);
+  if (W == 16 && i + 8 <= M) {
+    micro_kernel<8, N>(K, A + i * row, row, column, B, ldb, C + i * ldc, ldc, add);
+    i += 8;
+  }
+  if (i + 4 <= M) {
+    micro_kernel<4, N>(K, A + i * row, row, column, B, ldb, C + i * ldc, ldc, add);
+    i += 4;
+  }
+  if (i + 2 <= M) {
+    micro_kernel<2, N>(K, A + i * row, row, column, B, ldb, C + i * ldc, ldc, add);
+    i += 2;
+  }
+  if (i < M) micro_kernel<1, N>(K, A + i * row, row, column, B, ldb, C + i * ldc, ldc, add);
+}
+
+// N is a multiple of W.
+inline void product(int64_t M, int64_t N, int64_t K, const float* A, int64_t row, int64_t column, const float* B,
+                    int64_t ldb, float* C, int64_t ldc, bool add) {
+  int64_t j = 0;
+  for (; j + PANEL <= N; j += PANEL) column_panel<2>(M, K, A, row, column, B + j, ldb, C + j, ldc, add);
+  if (j < N) column_panel<1>(M, K, A, row, column, B + j, ldb, C + j, ldc, add);
+}
+
+// Transposes W x W numbers in registers: in the step of size s, rows i and i + s exchange their off-diagonal blocks.
+inline void transpose(Vec (&rows)[W]) {
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC unroll 4
+  for (int s = 1; s < W; s *= 2) {
+    Ints upper, lower;
+    for (int j = 0; j < W; ++j) {
+      upper[j] = j & s ? W + j - s : j;
+      lower[j] = j & s ? W + j : j + s;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i)
+      if (!(i & s)) {
+        const Vec a = rows[i], b = rows[i + s];
+        rows[i] = __builtin_shuffle(a, b, upper);
+        rows[i + s] = __builtin_shuffle(a, b, lower);
+      }
+  }
+#else
+  float numbers[W][W], turned[W][W];
+  for (int i = 0; i < W; ++i) store(numbers[i], rows[i]);
+  for (int i = 0; i < W; ++i)
+    for (int j = 0; j < W; ++j) turned[i][j] = numbers[j][i];
+  for (int i = 0; i < W; ++i) rows[i] = load(turned[i]);
+#endif
+}
+
+// Writes PANEL tokens, of which `number` exist, as columns: to[e * PANEL + n]; zeros stand for those that do not.
+inline void pack_panel(const Tokens& x, int64_t offset, int64_t number, int64_t width, float* row, float* to) {
+  for (int64_t n = 0; n < PANEL; n += W) {
+    int64_t e = 0;
+    if (x.kind == FLOAT32 && n + W <= number) {
+      const float* from = static_cast<const float*>(x.data) + offset + n * x.row;
+      for (; e + W <= width; e += W) {
+        Vec rows[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) rows[i] = load(from + i * x.row + e);
+        transpose(rows);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) store(to + (e + i) * PANEL + n, rows[i]);
+      }
+    }
+    if (e == width) continue;
+    for (int64_t i = n; i < n + W; ++i) {
+      if (i >= number) {
+        for (int64_t c = e; c < width; ++c) to[c * PANEL + i] = 0.0f;
+        continue;
+      }
+      read_row(x, offset + i * x.row, width, width, 1.0f, row);
+      for (int64_t c = e; c < width; ++c) to[c * PANEL + i] = row[c];
+    }
+  }
+}
+
+// Threads take items by a counter: which thread has which never changes a bit of the results.
+template <class Function>
+inline void parallel_items(const Pool& pool, int64_t items, Function&& function) {
+  struct Shared {
+    std::atomic<int64_t> next;
+    int64_t items;
+    Function* function;
+  } shared{{0}, items, &function};
+  const int64_t threads = pool.threads < items ? pool.threads : items;
+  pool.run(
+      threads,
+      [](void* context, int64_t) {
+        Shared& s = *static_cast<Shared*>(context);
+        for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.items;) (*s.function)(i);
+      },
+      &shared);
+}
+
+}  // namespace FAST_ATTENTION_NAMESPACE
+}  // namespace fast_attention

@@ -1,0 +1,522 @@
+// Softmax attention of tiles: some queries and the keys that they see, given as ranges of keys (interface.h).
+//
+// out_i = sum_j P_ij v_j, P_ij = exp(s_ij - logs_i), s_ij = scale q_i k_j + number[j - i], logs_i = log sum_j exp(s_ij).
+// Scores are kept in units of log 2, so that an exponential is a power of two.
+#pragma once
+#include <vector>
+
+#include "products.h"
+
+namespace fast_attention {
+namespace FAST_ATTENTION_NAMESPACE {
+
+constexpr int64_t MOST_ROWS = 96;   // of a tile
+constexpr int64_t SEGMENT = 288;    // queries of one item of work: they share packed keys
+constexpr float NOTHING = -INFINITE;
+
+// Keys that are packed together: 192 KiB, a part of the second cache.
+inline int64_t chunk_keys(int64_t width) {
+  const int64_t keys = 49152 / (width > 1 ? width : 1) / PANEL * PANEL;
+  return keys < 2 * PANEL ? 2 * PANEL : keys > 1024 ? 1024 : keys;
+}
+
+// Keys that stand one behind another in whole panels, and the ranges in them; counted from the chunk's first key.
+struct Run {
+  int64_t low, high;
+  int32_t range, range_end;
+};
+
+struct Rows {
+  int64_t low, high;  // keys that some query of a group sees, hull of the ranges of its rows
+};
+
+struct Scratch {
+  Buffer q, out, top, total, panels, value_panels, values, keys, scores, gradients, slopes, row, numbers, d_numbers,
+      key_bias, flags, grad, dq, inner, logs;
+  std::vector<Run> runs;
+  std::vector<Rows> groups;
+};
+
+inline Scratch& scratch() {
+  static thread_local Scratch memory;
+  return memory;
+}
+
+// One item of work: consecutive tiles of one head.
+struct Item {
+  int64_t batch, head;
+  const Tile* tiles;
+  int64_t count;
+};
+
+class TileWork {
+ public:
+  TileWork(const TilesCall& call, const Item& item, Scratch& memory)
+      : c(call), it(item), m(memory), chunk(chunk_keys(call.width)), row0(item.tiles[0].row),
+        rows(item.tiles[item.count - 1].row_end - row0), group(item.head / (call.heads / call.groups)),
+        width_row(whole(call.width, W)), value_row(whole(call.values, W)) {
+    low = call.keys, high = 0;
+    for (int64_t t = 0; t < item.count; ++t)
+      for (int32_t r = item.tiles[t].range; r < item.tiles[t].range_end; ++r) {
+        if (c.ranges[r].first < low) low = c.ranges[r].first;
+        if (c.ranges[r].end > high) high = c.ranges[r].end;
+      }
+    score_row = chunk + PANEL;
+    q = m.q.floats(rows * width_row);
+    for (int64_t i = 0; i < rows; ++i)
+      read_row(c.q, query(c.q, row0 + i), c.width, width_row, c.scale * LOG2E, q + i * width_row);
+    panels = m.panels.floats(chunk * c.width);
+    scores = m.scores.floats(MOST_ROWS * score_row);
+    row = m.row.floats(whole(c.width > c.values ? c.width : c.values, W));
+    flags = static_cast<uint8_t*>(m.flags.bytes(2 * (chunk / PANEL)));
+    direct_values = c.v.kind == FLOAT32 && c.values % W == 0;
+    if (!direct_values) copied_values = m.values.floats(chunk * value_row);
+    if (c.key_mask != nullptr) key_bias = m.key_bias.floats(chunk);
+    if (c.numbers != nullptr) numbers = m.numbers.floats(chunk + MOST_ROWS + PANEL);
+  }
+
+  int64_t query(const Tokens& x, int64_t i) const { return it.batch * x.batch + it.head * x.head + i * x.row; }
+  int64_t key(const Tokens& x, int64_t j) const { return it.batch * x.batch + group * x.head + j * x.row; }
+
+  // Begins keys [first, first + chunk): nothing of them is packed yet.
+  void begin_chunk(int64_t first) {
+    start = first;
+    size = c.keys - first < chunk ? c.keys - first : chunk;
+    std::memset(flags, 0, static_cast<size_t>(2 * (chunk / PANEL)));
+    if (c.key_mask != nullptr) {
+      const uint8_t* seen = c.key_mask + it.batch * c.mask_batch + it.head * c.mask_head + first;
+      for (int64_t j = 0; j < chunk; ++j) key_bias[j] = j < size && seen[j] ? 0.0f : NOTHING;
+    }
+  }
+
+  // The runs of a tile in the chunk; false where it sees none of these keys.
+  bool find_runs(const Tile& tile) {
+    m.runs.clear();
+    for (int32_t r = tile.range; r < tile.range_end; ++r) {
+      const int64_t first = clamp(c.ranges[r].first - start), end = clamp(c.ranges[r].end - start);
+      if (first >= end) continue;
+      const int64_t run_low = first / PANEL * PANEL, run_high = whole(end, PANEL);
+      if (!m.runs.empty() && run_low < m.runs.back().high) {
+        m.runs.back().high = run_high > m.runs.back().high ? run_high : m.runs.back().high;
+        m.runs.back().range_end = r + 1;
+      } else {
+        m.runs.push_back({run_low, run_high, r, r + 1});
+      }
+    }
+    return !m.runs.empty();
+  }
+
+  int64_t clamp(int64_t key) const { return key < 0 ? 0 : key > size ? size : key; }
+
+  // The keys [first, end) of a range that query i sees.
+  void seen(const Range& range, int64_t i, int64_t& first, int64_t& end) const {
+    const int64_t a = i + range.low, b = i + range.high + 1;
+    first = clamp((a > range.first ? a : range.first) - start);
+    end = clamp((b < range.end ? b : range.end) - start);
+    if (end < first) end = first;
+  }
+
+  // For every run and group of ROWS queries the hull of what they see, in whole vectors.
+  void find_groups(const Tile& tile) {
+    groups_of_run = (tile.row_end - tile.row + ROWS - 1) / ROWS;
+    m.groups.clear();
+    for (const Run& run : m.runs)
+      for (int64_t g = tile.row; g < tile.row_end; g += ROWS) {
+        Rows hull{run.high, run.low};
+        const int64_t end_row = g + ROWS < tile.row_end ? g + ROWS : tile.row_end;
+        for (int32_t r = run.range; r < run.range_end; ++r) {
+          const Range& range = c.ranges[r];
+          const int64_t a = g + range.low, b = end_row + range.high;  // the first row's low, the last row's high
+          const int64_t first = clamp((a > range.first ? a : range.first) - start);
+          const int64_t end = clamp((b < range.end ? b : range.end) - start);
+          if (first >= end) continue;
+          if (first < hull.low) hull.low = first;
+          if (end > hull.high) hull.high = end;
+        }
+        if (hull.low < hull.high) {
+          hull.low = hull.low / W * W;
+          hull.high = whole(hull.high, W);
+        }
+        m.groups.push_back(hull);
+      }
+  }
+
+  // Panel of keys number p of the chunk, packed at its first use: width * PANEL numbers, 8 KiB of the first cache.
+  const float* key_panel(int64_t p) {
+    float* to = panels + p * PANEL * c.width;
+    if (!flags[p]) {
+      flags[p] = 1;
+      pack_panel(c.k, key(c.k, start + p * PANEL), size - p * PANEL, c.width, row, to);
+    }
+    return to;
+  }
+
+  const float* value_panel(int64_t p) {
+    float* to = value_panels + p * PANEL * c.values;
+    if (!(flags[p] & 2)) {
+      flags[p] |= 2;
+      pack_panel(c.v, key(c.v, start + p * PANEL), size - p * PANEL, c.values, row, to);
+    }
+    return to;
+  }
+
+  // Rows of values (or keys) from the chunk's key j on, and the distance between rows.
+  const float* value_rows(int64_t low_key, int64_t high_key, int64_t& distance) {
+    if (direct_values) {
+      distance = c.v.row;
+      return static_cast<const float*>(c.v.data) + key(c.v, start);
+    }
+    copy_rows(c.v, c.values, value_row, copied_values, flags + chunk / PANEL, 1, low_key, high_key);
+    distance = value_row;
+    return copied_values;
+  }
+
+  const float* key_rows(int64_t low_key, int64_t high_key, int64_t& distance) {
+    if (direct_keys) {
+      distance = c.k.row;
+      return static_cast<const float*>(c.k.data) + key(c.k, start);
+    }
+    copy_rows(c.k, c.width, width_row, copied_keys, flags + chunk / PANEL, 2, low_key, high_key);
+    distance = width_row;
+    return copied_keys;
+  }
+
+  void copy_rows(const Tokens& x, int64_t n, int64_t padded, float* to, uint8_t* done, uint8_t bit, int64_t low_key,
+                 int64_t high_key) {
+    for (int64_t p = low_key / PANEL; p * PANEL < high_key; ++p) {
+      if (done[p] & bit) continue;
+      done[p] |= bit;
+      const int64_t end = (p + 1) * PANEL < size ? (p + 1) * PANEL : size;
+      for (int64_t j = p * PANEL; j < end; ++j) read_row(x, key(x, start + j), n, padded, 1.0f, to + j * padded);
+    }
+  }
+
+  // Scores of a tile into `scores`, with what positions, caps and masks do; minus infinity for keys that a row does not see.
+  void write_scores(const Tile& tile, float* slope) {
+    const float* queries = q + (tile.row - row0) * width_row;
+    const int64_t number = tile.row_end - tile.row;
+    int64_t at = 0;
+    for (const Run& run : m.runs) {
+      for (int64_t p = run.low; p < run.high; p += PANEL) {
+        const float* panel = nullptr;  // it stays in the first cache for all groups
+        for (int64_t g = 0; g < groups_of_run; ++g) {
+          const Rows& hull = m.groups[at + g];
+          if (hull.high <= p || hull.low >= p + PANEL) continue;
+          if (panel == nullptr) panel = key_panel(p / PANEL);
+          const int64_t first = g * ROWS, rows_here = number - first < ROWS ? number - first : ROWS;
+          column_panel<2>(rows_here, c.width, queries + first * width_row, width_row, 1, panel, PANEL,
+                          scores + first * score_row + p, score_row, false);
+        }
+      }
+      if (c.numbers != nullptr) copy_numbers(tile, run);
+      for (int64_t i = 0; i < number; ++i) {
+        const Rows& hull = m.groups[at + i / ROWS];
+        if (hull.low >= hull.high) continue;
+        float* line = scores + i * score_row;
+        if (c.cap > 0.0f) cap_scores(line, hull, slope == nullptr ? nullptr : slope + i * score_row);
+        if (c.numbers != nullptr) {
+          const float* offset = numbers + (number - 1 - i) - run.low;  // numbers[0]: the last row and the run's first key
+          for (int64_t j = hull.low; j < hull.high; j += W) store(line + j, load(line + j) + load(offset + j));
+        }
+        int64_t position = hull.low;
+        for (int32_t r = run.range; r < run.range_end; ++r) {
+          int64_t first, end;
+          seen(c.ranges[r], tile.row + i, first, end);
+          if (first >= end) continue;
+          for (; position < first; ++position) line[position] = NOTHING;
+          position = end > position ? end : position;
+        }
+        for (; position < hull.high; ++position) line[position] = NOTHING;
+        if (c.key_mask != nullptr)
+          for (int64_t j = hull.low; j < hull.high; j += W)
+            store(line + j, load(key_bias + j) < 0.0f ? all(NOTHING) : load(line + j));
+      }
+      at += groups_of_run;
+    }
+  }
+
+  // In units of log 2: cap tanh(s / cap), and its slope.
+  void cap_scores(float* line, const Rows& hull, float* slope) const {
+    const float unit = c.cap * LOG2E;
+    for (int64_t j = hull.low; j < hull.high; j += W) {
+      const Vec t = tanh(load(line + j) * (1.0f / unit));
+      store(line + j, t * unit);
+      if (slope != nullptr) store(slope + j, 1.0f - t * t);
+    }
+  }
+
+  // The numbers of all offsets of a tile and a run: chunk + MOST_ROWS of them at most.
+  void copy_numbers(const Tile& tile, const Run& run) {
+    const float* from = c.numbers + it.head * c.numbers_head;
+    const int64_t first = start + run.low - (tile.row_end - 1) - c.first_offset;
+    const int64_t n = run.high - run.low + (tile.row_end - tile.row) - 1;
+    for (int64_t o = 0; o < n; ++o) {
+      const int64_t at = first + o;
+      numbers[o] = at >= 0 && at < c.number_count ? from[at] * LOG2E : 0.0f;
+    }
+    for (int64_t o = n; o < n + W; ++o) numbers[o] = 0.0f;
+  }
+
+  const TilesCall& c;
+  const Item& it;
+  Scratch& m;
+  int64_t chunk, row0, rows, group, width_row, value_row, score_row = 0, low, high, start = 0, size = 0,
+                                                          groups_of_run = 0;
+  bool direct_values = false, direct_keys = false;
+  float *q, *panels, *value_panels = nullptr, *scores, *row, *copied_values = nullptr, *copied_keys = nullptr,
+                                *key_bias = nullptr, *numbers = nullptr;
+  uint8_t* flags;
+};
+
+inline void forward_item(const TilesCall& c, const Item& item) {
+  Scratch& m = scratch();
+  TileWork work(c, item, m);
+  const int64_t rows = work.rows, value_row = work.value_row;
+  float* out = m.out.floats(rows * value_row);
+  float *top = m.top.floats(rows), *total = m.total.floats(rows);
+  const float sink = c.sinks == nullptr ? NOTHING : c.sinks[item.head] * LOG2E;
+  for (int64_t i = 0; i < rows; ++i) {
+    top[i] = sink;
+    total[i] = c.sinks == nullptr ? 0.0f : 1.0f;
+  }
+  std::memset(out, 0, static_cast<size_t>(rows * value_row) * 4);
+  for (int64_t first = work.low / PANEL * PANEL; first < work.high; first += work.chunk) {
+    work.begin_chunk(first);
+    for (int64_t t = 0; t < item.count; ++t) {
+      const Tile& tile = item.tiles[t];
+      if (!work.find_runs(tile)) continue;
+      work.find_groups(tile);
+      work.write_scores(tile, nullptr);
+      const int64_t number = tile.row_end - tile.row, groups = work.groups_of_run;
+      for (int64_t i = 0; i < number; ++i) {  // a row of scores is in the first cache
+        float* line = work.scores + i * work.score_row;
+        Vec most = all(NOTHING);
+        for (size_t r = 0; r < m.runs.size(); ++r) {
+          const Rows& hull = m.groups[r * groups + i / ROWS];
+          for (int64_t j = hull.low; j < hull.high; j += W) most = larger(load(line + j), most);
+        }
+        const int64_t at = tile.row - work.row0 + i;
+        const float before = top[at], now = largest(most) > before ? largest(most) : before;
+        if (now == NOTHING) {
+          for (size_t r = 0; r < m.runs.size(); ++r) {
+            const Rows& hull = m.groups[r * groups + i / ROWS];
+            for (int64_t j = hull.low; j < hull.high; j += W) store(line + j, Vec{});
+          }
+          continue;
+        }
+        Vec added = {};
+        for (size_t r = 0; r < m.runs.size(); ++r) {
+          const Rows& hull = m.groups[r * groups + i / ROWS];
+          for (int64_t j = hull.low; j < hull.high; j += W) {
+            const Vec weight = exp2(load(line + j) - now);
+            store(line + j, weight);
+            added += weight;
+          }
+        }
+        const float decay = before == NOTHING ? 0.0f : now == before ? 1.0f : exp2(before - now);
+        total[at] = total[at] * decay + sum(added);
+        top[at] = now;
+        if (decay != 1.0f)
+          for (int64_t e = 0; e < value_row; e += W) store(out + at * value_row + e, load(out + at * value_row + e) * decay);
+      }
+      for (size_t r = 0; r < m.runs.size(); ++r)
+        for (int64_t g = 0; g < groups; ++g) {
+          const Rows& hull = m.groups[r * groups + g];
+          if (hull.low >= hull.high) continue;
+          const int64_t end = hull.high < work.size ? hull.high : work.size;
+          int64_t distance;
+          const float* values = work.value_rows(hull.low, end, distance);
+          const int64_t first_row = g * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
+          product(rows_here, value_row, end - hull.low, work.scores + first_row * work.score_row + hull.low,
+                  work.score_row, 1, values + hull.low * distance, distance,
+                  out + (tile.row - work.row0 + first_row) * value_row, value_row, true);
+        }
+    }
+  }
+  float* logs = c.logs + (item.batch * c.heads + item.head) * c.length + work.row0;
+  for (int64_t i = 0; i < rows; ++i) {
+    const bool none = total[i] == 0.0f;
+    logs[i] = none ? INFINITE : (top[i] + std::log2(total[i])) * LN2;
+    write_row(c.out, work.query(c.out, work.row0 + i), c.values, none ? 0.0f : 1.0f / total[i], out + i * value_row);
+  }
+}
+
+// Consecutive tiles of at least `rows` queries make one item.
+inline void find_items(const TilesCall& c, int64_t rows, std::vector<Item>& items) {
+  for (int64_t b = 0; b < c.batch; ++b)
+    for (int64_t h = 0; h < c.heads; ++h) {
+      const Tile* tiles = c.tiles + b * c.tile_batch + h * c.tile_head;
+      for (int64_t t = 0; t < c.tile_count;) {
+        const int64_t first = t;
+        for (++t; t < c.tile_count && tiles[t].row_end - tiles[first].row <= rows;) ++t;
+        items.push_back({b, h, tiles + first, t - first});
+      }
+    }
+}
+
+inline void tiles_forward(const TilesCall& c, const Pool& pool) {
+  std::vector<Item> items;
+  find_items(c, SEGMENT, items);
+  parallel_items(pool, static_cast<int64_t>(items.size()), [&](int64_t i) { forward_item(c, items[i]); });
+}
+
+// dV = P^T dO; dS = P (dO V^T - D), D_i = dO_i out_i; dQ = scale dS K; dK = scale dS^T Q. One query head of a group.
+inline void backward_item(const TilesCall& c, const TilesGradients& d, const Item& item) {
+  Scratch& m = scratch();
+  TileWork work(c, item, m);
+  const int64_t rows = work.rows, width_row = work.width_row, value_row = work.value_row, chunk = work.chunk;
+  work.value_panels = m.value_panels.floats(chunk * c.values);
+  work.direct_keys = c.k.kind == FLOAT32 && c.width % W == 0;
+  if (!work.direct_keys) work.copied_keys = m.keys.floats(chunk * width_row);
+  float *grad = m.grad.floats(rows * value_row), *dq = m.dq.floats(rows * width_row);
+  float *inner = m.inner.floats(rows), *logs = m.logs.floats(rows), *slopes = m.gradients.floats(MOST_ROWS * work.score_row);
+  float* slope = c.cap > 0.0f ? m.slopes.floats(MOST_ROWS * work.score_row) : nullptr;
+  std::memset(dq, 0, static_cast<size_t>(rows * width_row) * 4);
+  const float* of_call = c.logs + (item.batch * c.heads + item.head) * c.length + work.row0;
+  for (int64_t i = 0; i < rows; ++i) {
+    float* line = grad + i * value_row;
+    read_row(d.grad_out, work.query(d.grad_out, work.row0 + i), c.values, value_row, 1.0f, line);
+    read_row(c.out, work.query(c.out, work.row0 + i), c.values, c.values, 1.0f, work.row);
+    float product = 0.0f;
+    for (int64_t e = 0; e < c.values; ++e) product += line[e] * work.row[e];
+    inner[i] = product;
+    logs[i] = of_call[i] * LOG2E;
+  }
+  const int64_t head_keys = (item.batch * c.groups + work.group) * c.keys;
+  float* d_numbers = nullptr;
+  if (d.d_numbers != nullptr) d_numbers = m.d_numbers.floats(chunk + MOST_ROWS + PANEL);
+  for (int64_t first = work.low / PANEL * PANEL; first < work.high; first += chunk) {
+    work.begin_chunk(first);
+    float *dk = d.dk + (head_keys + first) * d.dk_row, *dv = d.dv + (head_keys + first) * d.dv_row;
+    for (int64_t t = 0; t < item.count; ++t) {
+      const Tile& tile = item.tiles[t];
+      if (!work.find_runs(tile)) continue;
+      work.find_groups(tile);
+      work.write_scores(tile, slope);
+      const int64_t number = tile.row_end - tile.row, groups = work.groups_of_run, at = tile.row - work.row0;
+      for (size_t r = 0; r < m.runs.size(); ++r) {
+        const Run& run = m.runs[r];
+        for (int64_t p = run.low; p < run.high; p += PANEL) {  // dP = dO V^T
+          const float* panel = nullptr;
+          for (int64_t g = 0; g < groups; ++g) {
+            const Rows& hull = m.groups[r * groups + g];
+            if (hull.high <= p || hull.low >= p + PANEL) continue;
+            if (panel == nullptr) panel = work.value_panel(p / PANEL);
+            const int64_t first_row = g * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
+            column_panel<2>(rows_here, c.values, grad + (at + first_row) * value_row, value_row, 1, panel, PANEL,
+                            slopes + first_row * work.score_row + p, work.score_row, false);
+          }
+        }
+        if (d_numbers != nullptr) std::memset(d_numbers, 0, static_cast<size_t>(run.high - run.low + number + W) * 4);
+        int64_t run_low = run.high, run_high = run.low;
+        for (int64_t g = 0; g < groups; ++g) {
+          const Rows& hull = m.groups[r * groups + g];
+          if (hull.low >= hull.high) continue;
+          if (hull.low < run_low) run_low = hull.low;
+          if (hull.high > run_high) run_high = hull.high;
+        }
+        if (run_low >= run_high) continue;
+        for (int64_t i = 0; i < number; ++i) {  // P and dS, in place of scores and dP; zeros beyond the row's group
+          const Rows& hull = m.groups[r * groups + i / ROWS];
+          float *line = work.scores + i * work.score_row, *slope_line = slopes + i * work.score_row;
+          const float log = logs[at + i], product = inner[at + i];
+          const int64_t low = hull.low < hull.high ? hull.low : run_high, high = hull.low < hull.high ? hull.high : run_high;
+          for (int64_t j = run_low; j < low; j += W) store(line + j, Vec{}), store(slope_line + j, Vec{});
+          for (int64_t j = low; j < high; j += W) {
+            const Vec weight = exp2(load(line + j) - log);
+            const Vec ds = weight > 0.0f ? weight * (load(slope_line + j) - product) * LN2 : Vec{};  // queries have log2 e
+            store(line + j, weight);
+            store(slope_line + j, ds);
+          }
+          for (int64_t j = high; j < run_high; j += W) store(line + j, Vec{}), store(slope_line + j, Vec{});
+          if (d_numbers != nullptr) {
+            float* offset = d_numbers + (number - 1 - i) - run.low;
+            for (int64_t j = low; j < high; j += W) store(offset + j, load(offset + j) + load(slope_line + j));
+          }
+          if (slope != nullptr)
+            for (int64_t j = low; j < high; j += W)
+              store(slope_line + j, load(slope_line + j) * load(slope + i * work.score_row + j));
+        }
+        if (d_numbers != nullptr) {
+          float* to = d.d_numbers + (item.batch * c.heads + item.head) * c.number_count;
+          const int64_t begin = first + run.low - (tile.row_end - 1) - c.first_offset, n = run.high - run.low + number - 1;
+          for (int64_t o = 0; o < n; ++o)
+            if (begin + o >= 0 && begin + o < c.number_count) to[begin + o] += d_numbers[o] * LOG2E;
+        }
+        const int64_t end = run_high < work.size ? run_high : work.size, keys_here = end - run_low;
+        product(keys_here, value_row, number, work.scores + run_low, 1, work.score_row, grad + at * value_row, value_row,
+                dv + run_low * d.dv_row, d.dv_row, true);
+        product(keys_here, width_row, number, slopes + run_low, 1, work.score_row, work.q + at * width_row, width_row,
+                dk + run_low * d.dk_row, d.dk_row, true);
+        int64_t distance;
+        const float* keys = work.key_rows(run_low, end, distance);
+        for (int64_t g = 0; g < groups; ++g) {
+          const Rows& hull = m.groups[r * groups + g];
+          if (hull.low >= hull.high) continue;
+          const int64_t last = hull.high < end ? hull.high : end;
+          const int64_t first_row = g * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
+          product(rows_here, width_row, last - hull.low, slopes + first_row * work.score_row + hull.low, work.score_row,
+                  1, keys + hull.low * distance, distance, dq + (at + first_row) * width_row, width_row, true);
+        }
+      }
+    }
+  }
+  for (int64_t i = 0; i < rows; ++i)
+    write_row(d.dq, work.query(d.dq, work.row0 + i), c.width, c.scale * LOG2E, dq + i * width_row);
+}
+
+// Whether no two items of a head share a key unless they are neighbours, so that even and odd ones may run in turn.
+inline bool neighbours_only(const TilesCall& c, const std::vector<Item>& items) {
+  std::vector<int64_t> lows(items.size() + 2, c.keys);  // the first key of an item and of all later ones of its head
+  std::vector<int64_t> highs(items.size(), 0);
+  const auto same_head = [&](size_t a, size_t b) {
+    return b < items.size() && items[a].head == items[b].head && items[a].batch == items[b].batch;
+  };
+  for (size_t n = items.size(); n-- > 0;) {
+    if (same_head(n, n + 1)) lows[n] = lows[n + 1];
+    for (int64_t t = 0; t < items[n].count; ++t)
+      for (int32_t r = items[n].tiles[t].range; r < items[n].tiles[t].range_end; ++r) {
+        if (c.ranges[r].first < lows[n]) lows[n] = c.ranges[r].first;
+        if (c.ranges[r].end > highs[n]) highs[n] = c.ranges[r].end;
+      }
+  }
+  for (size_t n = 0; n < items.size(); ++n)
+    if (same_head(n, n + 2) && lows[n + 2] < highs[n]) return false;
+  return true;
+}
+
+// Items of the heads of a group add to the same keys: one thread computes them one after another. So do neighbours,
+// which take turns.
+inline void tiles_backward(const TilesCall& c, const TilesGradients& d, const Pool& pool) {
+  const int64_t repeats = c.heads / c.groups;
+  std::vector<Item> items;
+  if (d.d_numbers != nullptr || (repeats > 1 && c.tile_head != 0)) {
+    find_items(c, c.length, items);
+  } else {
+    for (int64_t rows = SEGMENT;; rows *= 2) {
+      items.clear();
+      find_items(c, rows, items);
+      if (rows >= c.length || neighbours_only(c, items)) break;
+    }
+  }
+  std::vector<std::vector<Item>> turns[2];  // what one thread computes one after another
+  for (size_t i = 0; i < items.size();) {
+    std::vector<std::vector<Item>> places;  // the items of the heads of a group, by their place in the sequence
+    const Item first = items[i];
+    for (size_t place = 0; i < items.size() && items[i].batch == first.batch &&
+                           items[i].head / repeats == first.head / repeats; ++i, ++place) {
+      if (place > 0 && items[i].head != items[i - 1].head) place = 0;
+      if (place == places.size()) places.emplace_back();
+      places[place].push_back(items[i]);
+    }
+    for (size_t place = 0; place < places.size(); ++place) turns[place % 2].push_back(std::move(places[place]));
+  }
+  for (const auto& turn : turns)
+    if (!turn.empty())
+      parallel_items(pool, static_cast<int64_t>(turn.size()), [&](int64_t n) {
+        for (const Item& item : turn[n]) backward_item(c, d, item);
+      });
+}
+
+}  // namespace FAST_ATTENTION_NAMESPACE
+}  // namespace fast_attention
