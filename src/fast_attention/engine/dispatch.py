@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 _trace: ContextVar[list[Step] | None] = ContextVar("dispatch_trace", default=None)
 ASKED = "the reference was asked for"
-KERNEL = "Triton kernel"  # how the names of their paths begin
+KERNEL, CORE = "Triton kernel", "compiled core"  # how the names of their paths begin
 _asked: ContextVar[Implementation] = ContextVar("implementation", default="auto")
 
 

@@ -38,18 +38,22 @@ struct TilesCall {
   int64_t mask_batch, mask_head;
   const float* numbers;  // (heads, number_count): what scores gain by offset j - i, from first_offset on
   int64_t numbers_head, first_offset, number_count;
+  const float* vectors;  // (heads, number_count, width): queries meet them by offset, beside keys; nullptr: none
   const float* sinks;  // (heads): a logit of each head without a value
   const Tile* tiles;   // sorted by rows; tile_batch and tile_head are strides in tiles, 0 where all share them
   int64_t tile_count, tile_batch, tile_head;
   const Range* ranges;
   float scale, cap;  // cap: 0 for none, else scores become cap tanh(score / cap)
+  int32_t keep;      // of 2^24 hashes, those that keep a weight; the others set it to zero
+  float dropout;     // the share of weights that are set to zero, those whose hash of seed, head, query and key says so
+  uint64_t seed;
 };
 
 struct TilesGradients {
   Tokens grad_out, dq;
   float *dk, *dv;      // (batch, groups, keys, dk_row or dv_row), zeros at first; rows are whole vectors
   int64_t dk_row, dv_row;
-  float* d_numbers;  // (batch, heads, number_count), zeros at first; nullptr: not wanted
+  float *d_numbers, *d_vectors;  // (batch, heads, number_count[, width]), zeros at first; nullptr: not wanted
 };
 
 // The functions of one width of vectors.

@@ -70,7 +70,7 @@ Kind kind(const Tensor& x) {
 
 // (batch, heads, length, numbers)
 Tokens tokens(const Tensor& x) {
-  STD_TORCH_CHECK(x.dim() == 4 && x.stride(3) == 1, "the core takes four axes, and numbers of a token side by side");
+  STD_TORCH_CHECK(x.dim() == 4 && (x.stride(3) == 1 || x.size(3) <= 1), "the core takes four axes, and numbers of a token side by side");
   return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), kind(x)};
 }
 
@@ -81,8 +81,9 @@ T* numbers_of(const Tensor& x) {
 }
 
 TilesCall tiles_call(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
-                     const MaybeTensor& numbers, const MaybeTensor& sinks, const Tensor& tiles, const Tensor& ranges,
-                     int64_t first_offset, double scale, double cap, const Tensor& out, const Tensor& logs) {
+                     const MaybeTensor& numbers, const MaybeTensor& vectors, const MaybeTensor& sinks,
+                     const Tensor& tiles, const Tensor& ranges, int64_t first_offset, double scale, double cap,
+                     double dropout, int64_t seed, const Tensor& out, const Tensor& logs) {
   TilesCall c{};
   c.q = tokens(q), c.k = tokens(k), c.v = tokens(v), c.out = tokens(out);
   c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3);
@@ -106,6 +107,12 @@ TilesCall tiles_call(const Tensor& q, const Tensor& k, const Tensor& v, const Ma
     c.numbers = numbers_of<float>(*numbers);
     c.number_count = numbers->size(1), c.numbers_head = c.number_count, c.first_offset = first_offset;
   }
+  if (vectors) {
+    STD_TORCH_CHECK(numbers && vectors->dim() == 3 && vectors->size(0) == c.heads &&
+                        vectors->size(1) == c.number_count && vectors->size(2) == c.width,
+                    "the vectors of offsets do not fit");
+    c.vectors = numbers_of<float>(*vectors);
+  }
   if (sinks) {
     STD_TORCH_CHECK(sinks->numel() == c.heads, "the sinks do not fit");
     c.sinks = numbers_of<float>(*sinks);
@@ -119,22 +126,28 @@ TilesCall tiles_call(const Tensor& q, const Tensor& k, const Tensor& v, const Ma
   c.tile_head = tiles.size(1) == 1 ? 0 : c.tile_count;
   c.tile_batch = tiles.size(0) == 1 ? 0 : c.tile_count * tiles.size(1);
   c.scale = static_cast<float>(scale), c.cap = static_cast<float>(cap);
+  c.keep = static_cast<int32_t>((1.0 - dropout) * 16777216.0);
+  c.dropout = static_cast<float>(dropout), c.seed = static_cast<uint64_t>(seed);
   return c;
 }
 
 void tiles_forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
-                   const MaybeTensor& numbers, const MaybeTensor& sinks, const Tensor& tiles, const Tensor& ranges,
-                   int64_t first_offset, double scale, double cap, const Tensor& out, const Tensor& logs) {
-  kernels->tiles_forward(
-      tiles_call(q, k, v, key_mask, numbers, sinks, tiles, ranges, first_offset, scale, cap, out, logs), pool());
+                   const MaybeTensor& numbers, const MaybeTensor& vectors, const MaybeTensor& sinks,
+                   const Tensor& tiles, const Tensor& ranges, int64_t first_offset, double scale, double cap,
+                   double dropout, int64_t seed, const Tensor& out, const Tensor& logs) {
+  const TilesCall c = tiles_call(q, k, v, key_mask, numbers, vectors, sinks, tiles, ranges, first_offset, scale, cap,
+                                 dropout, seed, out, logs);
+  kernels->tiles_forward(c, pool());
 }
 
 void tiles_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
-                    const MaybeTensor& numbers, const MaybeTensor& sinks, const Tensor& tiles, const Tensor& ranges,
-                    int64_t first_offset, double scale, double cap, const Tensor& out, const Tensor& logs,
-                    const Tensor& grad_out, const Tensor& dq, const Tensor& dk, const Tensor& dv,
-                    const MaybeTensor& d_numbers) {
-  const TilesCall c = tiles_call(q, k, v, key_mask, numbers, sinks, tiles, ranges, first_offset, scale, cap, out, logs);
+                    const MaybeTensor& numbers, const MaybeTensor& vectors, const MaybeTensor& sinks,
+                    const Tensor& tiles, const Tensor& ranges, int64_t first_offset, double scale, double cap,
+                    double dropout, int64_t seed, const Tensor& out, const Tensor& logs, const Tensor& grad_out,
+                    const Tensor& dq, const Tensor& dk, const Tensor& dv, const MaybeTensor& d_numbers,
+                    const MaybeTensor& d_vectors) {
+  const TilesCall c = tiles_call(q, k, v, key_mask, numbers, vectors, sinks, tiles, ranges, first_offset, scale, cap,
+                                 dropout, seed, out, logs);
   TilesGradients d{};
   d.grad_out = tokens(grad_out), d.dq = tokens(dq);
   d.dk = numbers_of<float>(dk), d.dv = numbers_of<float>(dv);
@@ -146,6 +159,10 @@ void tiles_backward(const Tensor& q, const Tensor& k, const Tensor& v, const May
     STD_TORCH_CHECK(d_numbers->numel() == c.batch * c.heads * c.number_count, "the gradients of numbers do not fit");
     d.d_numbers = numbers_of<float>(*d_numbers);
   }
+  if (d_vectors) {
+    STD_TORCH_CHECK(d_vectors->numel() == c.batch * c.heads * c.number_count * c.width, "the gradients do not fit");
+    d.d_vectors = numbers_of<float>(*d_vectors);
+  }
   kernels->tiles_backward(c, d, pool());
 }
 
@@ -154,13 +171,13 @@ void tiles_backward(const Tensor& q, const Tensor& k, const Tensor& v, const May
 STABLE_TORCH_LIBRARY(fast_attention_core, m) {
   m.def("stamp() -> str");
   m.def("use_width(int width) -> int");
-  m.def(
-      "tiles_forward(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? numbers, Tensor? sinks, Tensor tiles, "
-      "Tensor ranges, int first_offset, float scale, float cap, Tensor(a!) out, Tensor(b!) logs) -> ()");
-  m.def(
-      "tiles_backward(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? numbers, Tensor? sinks, Tensor tiles, "
-      "Tensor ranges, int first_offset, float scale, float cap, Tensor out, Tensor logs, Tensor grad_out, "
-      "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? d_numbers) -> ()");
+#define TILES                                                                                                    \
+  "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? numbers, Tensor? vectors, Tensor? sinks, Tensor tiles, " \
+  "Tensor ranges, int first_offset, float scale, float cap, float dropout, int seed, "
+  m.def("tiles_forward(" TILES "Tensor(a!) out, Tensor(b!) logs) -> ()");
+  m.def("tiles_backward(" TILES "Tensor out, Tensor logs, Tensor grad_out, Tensor(a!) dq, Tensor(b!) dk, "
+        "Tensor(c!) dv, Tensor(d!)? d_numbers, Tensor(e!)? d_vectors) -> ()");
+#undef TILES
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fast_attention_core, CompositeExplicitAutograd, m) {

@@ -32,7 +32,7 @@ struct Rows {
 
 struct Scratch {
   Buffer q, out, top, total, panels, value_panels, values, keys, scores, gradients, slopes, row, numbers, d_numbers,
-      key_bias, flags, grad, dq, inner, logs;
+      vectors, products, vector_panel, d_products, d_vectors, key_bias, flags, grad, dq, inner, logs;
   std::vector<Run> runs;
   std::vector<Rows> groups;
 };
@@ -72,7 +72,13 @@ class TileWork {
     direct_values = c.v.kind == FLOAT32 && c.values % W == 0;
     if (!direct_values) copied_values = m.values.floats(chunk * value_row);
     if (c.key_mask != nullptr) key_bias = m.key_bias.floats(chunk);
-    if (c.numbers != nullptr) numbers = m.numbers.floats(chunk + MOST_ROWS + PANEL);
+    offset_row = chunk + MOST_ROWS + PANEL;
+    if (c.numbers != nullptr) numbers = m.numbers.floats(offset_row);
+    if (c.vectors != nullptr) {
+      vectors = m.vectors.floats(offset_row * width_row);
+      products = m.products.floats(MOST_ROWS * offset_row);
+      vector_panel = m.vector_panel.floats(PANEL * c.width);
+    }
   }
 
   int64_t query(const Tokens& x, int64_t i) const { return it.batch * x.batch + it.head * x.head + i * x.row; }
@@ -209,6 +215,7 @@ class TileWork {
         }
       }
       if (c.numbers != nullptr) copy_numbers(tile, run);
+      if (c.vectors != nullptr) multiply_vectors(tile, run);
       for (int64_t i = 0; i < number; ++i) {
         const Rows& hull = m.groups[at + i / ROWS];
         if (hull.low >= hull.high) continue;
@@ -216,6 +223,10 @@ class TileWork {
         if (c.cap > 0.0f) cap_scores(line, hull, slope == nullptr ? nullptr : slope + i * score_row);
         if (c.numbers != nullptr) {
           const float* offset = numbers + (number - 1 - i) - run.low;  // numbers[0]: the last row and the run's first key
+          for (int64_t j = hull.low; j < hull.high; j += W) store(line + j, load(line + j) + load(offset + j));
+        }
+        if (c.vectors != nullptr) {
+          const float* offset = products + i * offset_row + (number - 1 - i) - run.low;
           for (int64_t j = hull.low; j < hull.high; j += W) store(line + j, load(line + j) + load(offset + j));
         }
         int64_t position = hull.low;
@@ -257,14 +268,53 @@ class TileWork {
     for (int64_t o = n; o < n + W; ++o) numbers[o] = 0.0f;
   }
 
+  // The products of a tile's queries with the vectors of all offsets of the tile and a run, offsets as in copy_numbers.
+  void multiply_vectors(const Tile& tile, const Run& run) {
+    const float* from = c.vectors + it.head * c.number_count * c.width;
+    const int64_t first = start + run.low - (tile.row_end - 1) - c.first_offset, number = tile.row_end - tile.row;
+    const int64_t n = run.high - run.low + number - 1, padded = whole(n + 1, PANEL);
+    for (int64_t o = 0; o < padded; ++o) {
+      const int64_t at = first + o;
+      float* to = vectors + o * width_row;
+      if (o < n && at >= 0 && at < c.number_count) {
+        std::memcpy(to, from + at * c.width, static_cast<size_t>(c.width) * 4);
+        std::memset(to + c.width, 0, static_cast<size_t>(width_row - c.width) * 4);
+      } else {
+        std::memset(to, 0, static_cast<size_t>(width_row) * 4);
+      }
+    }
+    const Tokens rows_of_vectors{vectors, 0, 0, width_row, FLOAT32};
+    for (int64_t o = 0; o < padded; o += PANEL) {
+      pack_panel(rows_of_vectors, o * width_row, PANEL, c.width, row, vector_panel);
+      column_panel<2>(number, c.width, q + (tile.row - row0) * width_row, width_row, 1, vector_panel, PANEL,
+                      products + o, offset_row, false);
+    }
+  }
+
+  // Which of W neighbouring weights of a row are kept by dropout, from the hash of the row: 1 / (1 - dropout) or 0.
+  Vec kept(uint32_t of_row, int64_t key) const {
+    Words x = {};
+    for (int i = 0; i < W; ++i) x[i] = static_cast<uint32_t>(key + i);
+    x = mixed(x * 0x9e3779b1u ^ of_row);
+    const Ints size = from_words(x >> 8);  // 24 bits
+    return size < c.keep ? all(1.0f / (1.0f - c.dropout)) : Vec{};
+  }
+
+  uint32_t hash_of_row(int64_t i) const {
+    const uint32_t head = mixed(static_cast<uint32_t>(it.batch * c.heads + it.head) * 0x9e3779b1u ^
+                                static_cast<uint32_t>(c.seed));
+    return mixed(mixed(static_cast<uint32_t>(i) * 0x9e3779b1u ^ head) ^ static_cast<uint32_t>(c.seed >> 32));
+  }
+
   const TilesCall& c;
   const Item& it;
   Scratch& m;
   int64_t chunk, row0, rows, group, width_row, value_row, score_row = 0, low, high, start = 0, size = 0,
-                                                          groups_of_run = 0;
+                                                          groups_of_run = 0, offset_row = 0;
   bool direct_values = false, direct_keys = false;
   float *q, *panels, *value_panels = nullptr, *scores, *row, *copied_values = nullptr, *copied_keys = nullptr,
-                                *key_bias = nullptr, *numbers = nullptr;
+                                *key_bias = nullptr, *numbers = nullptr, *vectors = nullptr, *products = nullptr,
+                                *vector_panel = nullptr;
   uint8_t* flags;
 };
 
@@ -305,11 +355,12 @@ inline void forward_item(const TilesCall& c, const Item& item) {
           continue;
         }
         Vec added = {};
+        const uint32_t hash = c.dropout > 0.0f ? work.hash_of_row(tile.row + i) : 0;
         for (size_t r = 0; r < m.runs.size(); ++r) {
           const Rows& hull = m.groups[r * groups + i / ROWS];
           for (int64_t j = hull.low; j < hull.high; j += W) {
             const Vec weight = exp2(load(line + j) - now);
-            store(line + j, weight);
+            store(line + j, c.dropout > 0.0f ? weight * work.kept(hash, first + j) : weight);
             added += weight;
           }
         }
@@ -384,7 +435,9 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
   }
   const int64_t head_keys = (item.batch * c.groups + work.group) * c.keys;
   float* d_numbers = nullptr;
-  if (d.d_numbers != nullptr) d_numbers = m.d_numbers.floats(chunk + MOST_ROWS + PANEL);
+  if (d.d_numbers != nullptr) d_numbers = m.d_numbers.floats(work.offset_row);
+  float* d_products = c.vectors == nullptr ? nullptr : m.d_products.floats(MOST_ROWS * work.offset_row);
+  float* d_vectors = d.d_vectors == nullptr ? nullptr : m.d_vectors.floats(work.offset_row * width_row);
   for (int64_t first = work.low / PANEL * PANEL; first < work.high; first += chunk) {
     work.begin_chunk(first);
     float *dk = d.dk + (head_keys + first) * d.dk_row, *dv = d.dv + (head_keys + first) * d.dv_row;
@@ -422,16 +475,23 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
           const float log = logs[at + i], product = inner[at + i];
           const int64_t low = hull.low < hull.high ? hull.low : run_high, high = hull.low < hull.high ? hull.high : run_high;
           for (int64_t j = run_low; j < low; j += W) store(line + j, Vec{}), store(slope_line + j, Vec{});
+          const uint32_t hash = c.dropout > 0.0f ? work.hash_of_row(tile.row + i) : 0;
           for (int64_t j = low; j < high; j += W) {
-            const Vec weight = exp2(load(line + j) - log);
-            const Vec ds = weight > 0.0f ? weight * (load(slope_line + j) - product) * LN2 : Vec{};  // queries have log2 e
-            store(line + j, weight);
+            const Vec weight = exp2(load(line + j) - log), dp = load(slope_line + j);
+            const Vec kept = c.dropout > 0.0f ? work.kept(hash, first + j) : all(1.0f);
+            const Vec ds = weight > 0.0f ? weight * (dp * kept - product) * LN2 : Vec{};  // queries have log2 e
+            store(line + j, weight * kept);
             store(slope_line + j, ds);
           }
           for (int64_t j = high; j < run_high; j += W) store(line + j, Vec{}), store(slope_line + j, Vec{});
           if (d_numbers != nullptr) {
             float* offset = d_numbers + (number - 1 - i) - run.low;
             for (int64_t j = low; j < high; j += W) store(offset + j, load(offset + j) + load(slope_line + j));
+          }
+          if (c.vectors != nullptr) {
+            float* of_row = d_products + i * work.offset_row;
+            std::memset(of_row, 0, static_cast<size_t>(whole(run.high - run.low + number, PANEL)) * 4);
+            for (int64_t j = low; j < high; j += W) store(of_row + (number - 1 - i) - run.low + j, load(slope_line + j));
           }
           if (slope != nullptr)
             for (int64_t j = low; j < high; j += W)
@@ -442,6 +502,19 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
           const int64_t begin = first + run.low - (tile.row_end - 1) - c.first_offset, n = run.high - run.low + number - 1;
           for (int64_t o = 0; o < n; ++o)
             if (begin + o >= 0 && begin + o < c.number_count) to[begin + o] += d_numbers[o] * LOG2E;
+        }
+        if (c.vectors != nullptr) {
+          const int64_t begin = first + run.low - (tile.row_end - 1) - c.first_offset, n = run.high - run.low + number - 1;
+          product(number, width_row, n, d_products, work.offset_row, 1, work.vectors, width_row, dq + at * width_row,
+                  width_row, true);
+          if (d.d_vectors != nullptr) {
+            product(n, width_row, number, d_products, 1, work.offset_row, work.q + at * width_row, width_row,
+                    d_vectors, width_row, false);
+            float* to = d.d_vectors + (item.batch * c.heads + item.head) * c.number_count * c.width;
+            for (int64_t o = 0; o < n; ++o)
+              if (begin + o >= 0 && begin + o < c.number_count)
+                for (int64_t e = 0; e < c.width; ++e) to[(begin + o) * c.width + e] += d_vectors[o * width_row + e];
+          }
         }
         const int64_t end = run_high < work.size ? run_high : work.size, keys_here = end - run_low;
         product(keys_here, value_row, number, work.scores + run_low, 1, work.score_row, grad + at * value_row, value_row,
@@ -490,7 +563,7 @@ inline bool neighbours_only(const TilesCall& c, const std::vector<Item>& items) 
 inline void tiles_backward(const TilesCall& c, const TilesGradients& d, const Pool& pool) {
   const int64_t repeats = c.heads / c.groups;
   std::vector<Item> items;
-  if (d.d_numbers != nullptr || (repeats > 1 && c.tile_head != 0)) {
+  if (d.d_numbers != nullptr || d.d_vectors != nullptr || (repeats > 1 && c.tile_head != 0)) {
     find_items(c, c.length, items);
   } else {
     for (int64_t rows = SEGMENT;; rows *= 2) {

@@ -102,6 +102,24 @@ inline Vec tanh(Vec x) {
   return size < 0.02f ? small : (x < 0.0f ? -t : t);
 }
 
+typedef uint32_t Words __attribute__((vector_size(W * 4)));
+
+inline Ints from_words(Words x) {
+  Ints i;
+  std::memcpy(&i, &x, sizeof i);
+  return i;
+}
+
+// A hash of 32 bits in which every bit of x moves about half of the bits (lowbias32, Wellons 2018).
+template <class T>
+inline T mixed(T x) {
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
 inline float widened(uint16_t x, Kind kind) {
   uint32_t out;
   if (kind == BFLOAT16) {

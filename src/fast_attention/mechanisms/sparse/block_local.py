@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.biases.bias import Bias, Biased
-from fast_attention.engine import masks
 from fast_attention.engine.blocks import smaller
 from fast_attention.engine.heads import viewed
 from fast_attention.engine.kv_cache import KVCache, append, last
@@ -23,7 +22,7 @@ from fast_attention.gpu import flex, patterns
 from fast_attention.mechanism import MaskedAttention
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.banded import banded_softmax
-from fast_attention.mechanisms.sparse.local import SMALLEST_BLOCK, TRAITS
+from fast_attention.mechanisms.sparse.local import TRAITS
 from fast_attention.value import at_least
 
 
@@ -60,19 +59,10 @@ def block_local_attention(
     if bias is None and sinks is None and not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
         near = patterns.blocks(q, k, block_size, before=before, after=after, is_causal=is_causal)
         return flex.attend(q, k, v, near, key_mask, scale=scale)
-    several = 1 if open_length else max(SMALLEST_BLOCK // block_size, 1)  # small blocks share one slice of keys
-    rows, front = several * block_size, (keys - length) % block_size
-    behind, ahead = before * block_size, after * block_size
-    if not open_length and front + length <= block_size:  # one block, and no key after its last query
-        rows, behind, ahead, front = length, min(behind + front, max(keys - length, 0)), 0, 0
-    band = masks.band(rows, behind, ahead, left=None, right=0 if is_causal else None, device=q.device)
-    if several > 1 and rows > block_size:
-        near = masks.band(several, before, after, left=before, right=after, device=q.device)
-        band = band & near.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1)
-    sizes = {"behind": behind, "front": front}
     return banded_softmax(
-        q, k, v, band, key_mask, attn_mask, **sizes, dropout=dropout, scale=scale, bias=bias, sinks=sinks
-    )
+        q, k, v, key_mask, attn_mask, left=before, right=after, size=block_size, is_causal=is_causal, dropout=dropout,
+        scale=scale, bias=bias, sinks=sinks,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fast_attention.biases.bias import Bias, Biased
-from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import join, smaller, split, split_mask, split_row
 from fast_attention.engine.heads import viewed
 from fast_attention.engine.kv_cache import KVCache, append, last
@@ -26,10 +25,7 @@ from fast_attention.engine.tracing import symbolic
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.sparse.banded import banded_softmax, covers_most
-
-SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
-
+from fast_attention.mechanisms.sparse.banded import banded_softmax
 
 Attend = Callable[..., Tensor]  # (q, k, v, key_mask=, attn_mask=), queries ending where keys end; by heads: dilation=
 
@@ -148,21 +144,12 @@ def local_attention(
             bias=bias, sinks=sinks,
         )  # fmt: skip
     left, right = smaller(left, keys - 1), 0 if is_causal else smaller(right, length - 1)
-    plain = bias is None and sinks is None
-    if plain and not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
+    if bias is None and sinks is None and not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
         return flex.attend(q, k, v, patterns.window(q, k, left=left, right=right), key_mask, scale=scale)
-    plain = plain and attn_mask is None and dropout == 0.0
-    if plain and block is None and covers_most(q, keys, left + right + 1):
-        dispatch.record(
-            "exact attention with the window as mask", "the window covers most keys, and tiles would leave out few"
-        )
-        visible = masks.band(length, keys - length, 0, left=left, right=right, device=q.device)
-        return softmax_attention(q, k, v, key_mask=key_mask, attn_mask=visible, scale=scale)
-    block = block or smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
-    band = masks.band(block, left, right, left=left, right=right, device=q.device)
     return banded_softmax(
-        q, k, v, band, key_mask, attn_mask, behind=left, dropout=dropout, scale=scale, bias=bias, sinks=sinks
-    )
+        q, k, v, key_mask, attn_mask, left=left, right=right, block=block or 0, dropout=dropout, scale=scale, bias=bias,
+        sinks=sinks,
+    )  # fmt: skip
 
 
 TRAITS = Traits(

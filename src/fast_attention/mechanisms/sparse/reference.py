@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fast_attention.engine import masks, offsets
-from fast_attention.engine.blocks import count, join, positions, slices, split, split_mask
+from fast_attention.engine.blocks import count, join, positions, slices, smaller, split, split_mask
 from fast_attention.engine.fused import biased_attention, fused_attention, open_attention
 from fast_attention.engine.offsets import Terms
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tracing import exporting
+from fast_attention.engine.tracing import exporting, symbolic
 
 
 def banded_softmax(
-    q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, numbers: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None = None,
     vectors: Tensor | None = None, sinks: Tensor | None = None, attn_mask: Tensor | None = None,
-    *, behind: int, front: int, scale: float, dropout: float = 0.0,
+    *, left: int, right: int, size: int, is_causal: bool, block: int, scale: float, first: int, dropout: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Softmax attention inside a band, under any mask; arguments as in ``banded.py``."""
+    """Softmax attention inside a band, under any mask; arguments as in ``banded.py``, ``first`` belongs to the terms.
+
+    Blocks of queries read overlapping slices of keys, which are views.
+    """
+    settings: Any = {"left": left, "right": right, "size": size, "is_causal": is_causal, "block": block}
+    attend = _banded if numbers is None else in_float32(_banded)  # numbers of thousands are no numbers of low precision
+    return attend(
+        q, k, v, key_mask, numbers, vectors, sinks, attn_mask, **settings, scale=scale, dropout=dropout
+    )  # fmt: skip
+
+
+def _banded(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
+    sinks: Tensor | None, attn_mask: Tensor | None, *, scale: float, dropout: float, **settings: Any,
+) -> Tensor:  # fmt: skip
     length, keys = q.shape[-2], k.shape[-2]
+    band, behind, front, before = _band(length, keys, q.device, **settings)
     block, span = band.shape
     number, start = count(length + front, block), keys - length - front
 
@@ -38,6 +55,10 @@ def banded_softmax(
         mask = masks.merge(full[..., rows[:, :, None], columns[:, None, :]], mask, q.dtype)
     queries = slices(q, block=block, behind=0, ahead=0, number=number, start=-front)
     if numbers is not None:
+        # a tile has the offsets 1 - behind - block to span - behind - 1; beyond those of the terms nothing is seen
+        missing = (behind + block - 1 - before, span - behind - 1 + before - (numbers.shape[-1] - 1))
+        numbers = pad(numbers, missing)
+        vectors = None if vectors is None else pad(vectors, (0, 0, *missing))
         terms = Terms(numbers[:, None], None if vectors is None else vectors[:, None])
         bias = offsets.scores(queries, terms, span, scale=scale).to(q.dtype)
         mask = masks.merge(bias, mask, q.dtype) if mask.dtype == torch.bool else bias + mask
@@ -49,7 +70,28 @@ def banded_softmax(
     return join(out, front + length)[..., front:, :]
 
 
-biased_softmax = in_float32(banded_softmax)  # numbers of thousands are no numbers of low precision
+SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
+
+
+def _band(
+    length: int, keys: int, device: torch.device, *, left: int, right: int, size: int, is_causal: bool, block: int
+) -> tuple[Tensor, int, int, int]:
+    """What a block of queries sees of its slice, the keys of the slice before the block, the queries that are missing
+    before the first block, and minus the first offset of the terms.
+    """
+    if size == 0:
+        block = block or smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
+        return masks.band(block, left, right, left=left, right=right, device=device), left, 0, left
+    several = 1 if symbolic() else max(SMALLEST_BLOCK // size, 1)  # small blocks share one slice of keys
+    rows, front, behind, ahead = several * size, (keys - length) % size, left * size, right * size
+    before = (left + 1) * size - 1
+    if not symbolic() and front + length <= size:  # one block, and no key after its last query
+        rows, behind, ahead, front = length, min(behind + front, max(keys - length, 0)), 0, 0
+    band = masks.band(rows, behind, ahead, left=None, right=0 if is_causal else None, device=device)
+    if several > 1 and rows > size:
+        near = masks.band(several, left, right, left=left, right=right, device=device)
+        band = band & near.repeat_interleave(size, 0).repeat_interleave(size, 1)
+    return band, behind, front, before
 
 
 def gathered_softmax(

@@ -1,0 +1,304 @@
+"""Softmax attention of tiles on a CPU, by the compiled core: blocks of queries and the ranges of keys that they see.
+
+A family of mechanisms says which ranges there are, as a ``Plan``, and gives its reference. The core computes scores,
+softmax and gradients of a tile at a time, in one parallel region a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from fast_attention import core
+from fast_attention.engine import dispatch, masks, offsets
+from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.offsets import Terms
+
+ROWS = 48  # queries of a tile whose keys move on with the query: 92 % of the products are of visible pairs
+MOST_ROWS = 96  # of any tile
+FAR = 2**30  # beyond every offset
+ALIGNED = 16  # gradients of keys and values have rows of a multiple of this
+
+
+class Plan(NamedTuple):
+    """What the queries of each tile see.
+
+    Attributes:
+        tiles: First query, query behind the last, first range, range behind the last; sorted by queries, which every
+            tile has no more than ``MOST_ROWS`` of. One list for all batches or heads, or one for each.
+        ranges: First key, key behind the last, and the least and largest ``j - i`` of the keys j that query i sees.
+            The ranges of a tile are sorted and share no key.
+    """
+
+    tiles: Int[Tensor, "batch heads number 4"]
+    ranges: Int[Tensor, "ranges 4"]
+
+    def visible(self, length: int, keys: int) -> Bool[Tensor, "batch heads length keys"]:
+        """Which keys every query sees, as a mask of all pairs."""
+        out = torch.zeros(*self.tiles.shape[:2], length, keys, dtype=torch.bool)
+        j = torch.arange(keys)
+        for batch, of_batch in enumerate(self.tiles.tolist()):
+            for head, of_head in enumerate(of_batch):
+                for row, row_end, first_range, range_end in of_head:
+                    i = torch.arange(row, row_end)[:, None]
+                    for first, end, low, high in self.ranges[first_range:range_end].tolist():
+                        seen = (j >= first) & (j < end) & (j - i >= low) & (j - i <= high)
+                        out[batch, head, row:row_end] |= seen
+        return out
+
+
+@lru_cache(256)
+def window(length: int, keys: int, left: int, right: int) -> Plan:
+    """The plan of a sliding window: query i, at position i + keys - length, sees ``left`` keys before and ``right``
+    behind it.
+    """
+    row = torch.arange(0, length, ROWS)
+    end = (row + ROWS).clamp(max=length)
+    low, high = keys - length - min(left, FAR), keys - length + min(right, FAR)
+    ranges = [(row + low).clamp(0, keys), (end + high).clamp(0, keys)]
+    return _plan(row, end, *ranges, low=low, high=high)
+
+
+@lru_cache(256)
+def blocks(length: int, keys: int, size: int, before: int, after: int, is_causal: bool) -> Plan:
+    """The plan of neighbouring blocks of ``size`` keys, counted from the first key."""
+    behind = keys - length
+    parts = -(-size // MOST_ROWS)
+    step = -(-size // parts)
+    first_block, last_block = behind // size, (keys - 1) // size
+    starts = torch.arange(first_block, last_block + 1)[:, None] * size + torch.arange(0, size, step)
+    ends = torch.minimum(starts + step, (starts // size + 1) * size)
+    block = (starts // size).flatten()
+    row, end = ((x.flatten() - behind).clamp(0, length) for x in (starts, ends))
+    some = row < end
+    row, end, block = row[some], end[some], block[some]
+    first = ((block - before) * size).clamp(0, keys)
+    last = ((block + 1 + (0 if is_causal else after)) * size).clamp(0, keys)
+    if is_causal:
+        last = torch.minimum(last, end + behind)
+    return _plan(row, end, first, last, low=-FAR, high=behind if is_causal else FAR)
+
+
+@lru_cache(256)
+def every_key(length: int, keys: int, is_causal: bool) -> Plan:
+    """The plan of exact attention."""
+    row = torch.arange(0, length, MOST_ROWS)
+    end = (row + MOST_ROWS).clamp(max=length)
+    last = (end + (keys - length)).clamp(0, keys) if is_causal else torch.full_like(end, keys)
+    return _plan(row, end, torch.zeros_like(row), last, low=-FAR, high=keys - length if is_causal else FAR)
+
+
+def _plan(row: Tensor, end: Tensor, first: Tensor, last: Tensor, *, low: int, high: int) -> Plan:
+    """One range for every tile."""
+    number = torch.arange(len(row))
+    tiles = torch.stack([row, end, number, number + 1], -1)[None, None]
+    ranges = torch.stack([first, last, torch.full_like(first, low), torch.full_like(first, high)], -1)
+    return Plan(tiles.int(), ranges.int())
+
+
+def chosen(
+    table: Int[Tensor, "batch heads blocks choices"], keys: int, *, size: int, is_causal: bool, start: int, stop: int
+) -> Plan:
+    """The plan of blocks of ``size`` queries that see the blocks of keys that a table names; -1 names none.
+
+    A block named twice counts once. Blocks of queries before ``start`` and from ``stop`` on see all keys.
+    """
+    number = table.shape[-2]
+    ordered = table.sort(-1).values
+    alive = (ordered >= 0) & (ordered * size < keys)
+    alive[..., 1:] &= ordered[..., 1:] != ordered[..., :-1]
+    block = torch.arange(number)
+    if is_causal:
+        alive &= ordered <= block[:, None]
+    first, end = ordered * size, ((ordered + 1) * size).clamp(max=keys)
+    if start > 0 or stop < number:
+        sees_all = (block < start) | (block >= stop)
+        alive = alive & ~sees_all[:, None]
+        alive[..., 0] |= sees_all
+        first[..., 0].masked_fill_(sees_all, 0)
+        end[..., 0].masked_fill_(sees_all, keys)
+    count = alive.sum(-1)
+    stops = count.flatten().cumsum(0).view(count.shape)
+    ranges = torch.stack([first[alive], end[alive]], -1)
+    ranges = torch.nn.functional.pad(ranges, (0, 2), value=FAR)
+    ranges[:, 2] = -FAR
+    if is_causal:
+        ranges[:, 3] = 0
+    parts = -(-size // MOST_ROWS)
+    step = -(-size // parts)
+    row = torch.arange(number)[:, None] * size + torch.arange(0, size, step)
+    row_end = torch.minimum(row + step, (torch.arange(number)[:, None] + 1) * size).clamp(max=keys)
+    used = (row < row_end).flatten()
+    shape = (*count.shape, parts)
+    tiles = torch.stack([
+        row.expand(shape), row_end.expand(shape), (stops - count)[..., None].expand(shape), stops[..., None].expand(shape)
+    ], -1).flatten(2, 3)[:, :, used]  # fmt: skip
+    return Plan(tiles.int().contiguous(), ranges.int())
+
+
+def unsupported(*tensors: Tensor) -> str:
+    """Why the core does not serve these tensors; empty where it does."""
+    why = dispatch.obstacle(*tensors) or core.unavailable()
+    if not why and any(x.dtype not in dispatch.HALVES_AND_SINGLE for x in tensors):
+        why = "numbers of more than 32 bits"
+    return why
+
+
+Plans = Callable[..., Plan]  # (q, k, *tables, **settings)
+
+
+def operation(reference: Callable[..., Tensor], plans: Plans) -> CustomGradient:
+    """Softmax attention of tiles with a gradient.
+
+    It is called with ``(q, k, v, key_mask, numbers, vectors, sinks, *tables)`` and the keywords ``scale``, ``first``
+    (the offset j - i of the first of ``numbers`` and ``vectors``) and those of the plan; ``cap``, ``dropout`` and
+    ``seed`` may be given.
+
+    Args:
+        reference: The same function in plain operations, which derivatives of higher order take.
+        plans: Gives what the queries see, from queries, keys, tables and settings.
+    """
+
+    def plain(*tensors: Any, dropout: float = 0.0, seed: int = 0, **settings: Any) -> Tensor:
+        if not dropout:
+            return reference(*tensors, **settings)
+        return _dense(*tensors[:7], plans=plans, tables=tensors[7:], dropout=dropout, seed=seed, **settings)
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
+        sinks: Tensor | None, *tables: Tensor, keep: bool, scale: float, first: int = 0, cap: float = 0.0,
+        dropout: float = 0.0, seed: int = 0, **settings: Any,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        plan = plans(q, k, *tables, **settings)
+        out, logs = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        call = _arguments(q, k, v, key_mask, numbers, vectors, sinks)
+        torch.ops.fast_attention_core.tiles_forward(
+            *call, *plan, first, scale, cap, dropout, seed, four_axes(out), logs
+        )  # fmt: skip
+        return out, (logs,)
+
+    def backward(
+        inputs: tuple[Any, ...], outputs: Tensors, kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...], *,
+        scale: float, first: int = 0, cap: float = 0.0, dropout: float = 0.0, seed: int = 0, **settings: Any,
+    ) -> Tensors:  # fmt: skip
+        (q, k, v, key_mask, numbers, vectors, sinks), tables = inputs[:7], inputs[7:]
+        plan, (logs,), out = plans(q, k, *tables, **settings), kept, outputs[0]
+        assert out is not None
+        dq = q.new_empty(q.shape)
+        call = _arguments(q, k, v, key_mask, numbers, vectors, sinks)
+        keys, values = call[1], call[2]
+        dk, dv = (
+            x.new_zeros(*x.shape[:-1], -(-x.shape[-1] // ALIGNED) * ALIGNED, dtype=torch.float32) for x in (keys, values)
+        )
+        batch = call[0].shape[0]
+        d_numbers, d_vectors = (
+            None if x is None or not x.requires_grad else x.new_zeros(batch, *x.shape, dtype=torch.float32)
+            for x in (numbers, vectors)
+        )
+        torch.ops.fast_attention_core.tiles_backward(
+            *call, *plan, first, scale, cap, dropout, seed, four_axes(out), logs, four_axes(gradient[0]), four_axes(dq),
+            dk, dv, d_numbers, d_vectors,
+        )  # fmt: skip
+        d_terms = (
+            None if d is None or x is None else d.sum(0).to(x.dtype)
+            for d, x in ((d_numbers, numbers), (d_vectors, vectors))
+        )
+        d_sinks = None
+        if sinks is not None and sinks.requires_grad:
+            d_sinks = sink_gradient(sinks, logs, gradient[0], out)
+        dk, dv = (
+            dx[..., : x.shape[-1]].reshape(x.shape).to(x.dtype) for dx, x in ((dk, k), (dv, v))
+        )
+        return dq, dk, dv, None, *d_terms, d_sinks, *(None for _ in tables)
+
+    return CustomGradient(plain, forward, backward)
+
+
+def four_axes(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "batch heads length width"]:
+    """A view with four axes, or a copy where there is none, whose tokens' numbers lie side by side."""
+    if x.ndim < 4:
+        x = x[(None,) * (4 - x.ndim)]
+    elif x.ndim > 4:
+        x = x.reshape(-1, *x.shape[-3:])
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The first arguments of the core's operations."""
+    mask = None
+    if key_mask is not None and not bool(key_mask.all()):
+        mask = four_axes(key_mask.expand(*q.shape[:-2], k.shape[-2])[..., None])[..., 0]
+    terms = (None if x is None else x.detach().float().contiguous() for x in (numbers, vectors, sinks))
+    return four_axes(q), four_axes(k), four_axes(v), mask, *terms
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
+    sinks: Tensor | None, *, plans: Plans, tables: tuple[Tensor, ...], scale: float, first: int = 0, cap: float = 0.0,
+    dropout: float, seed: int, **settings: Any,
+) -> Tensor:  # fmt: skip
+    """The same with all scores at once and the core's random numbers: for second derivatives under dropout."""
+    length, keys, shape = q.shape[-2], k.shape[-2], (*q.shape[:-1], v.shape[-1])
+    visible = plans(q, k, *tables, **settings).visible(length, keys)
+    if key_mask is not None:
+        visible = visible & four_axes(key_mask.expand(*q.shape[:-2], keys)[..., None])[..., 0][..., None, :]
+    q, k, v = (four_axes(x).float() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    if numbers is not None:
+        place = torch.arange(keys) - torch.arange(length)[:, None] - first
+        inside = (place >= 0) & (place < numbers.shape[1])
+        place = place.clamp(0, numbers.shape[1] - 1)
+        scores = scores + numbers[:, place] * inside
+        if vectors is not None:
+            products = q @ vectors.mT * scale
+            scores = scores + products.gather(-1, place.expand(*products.shape[:2], -1, -1)) * inside
+    weights = masks.masked_softmax(scores, visible, sinks)
+    weights = weights * keeps(seed, q.shape[0] * q.shape[1], length, keys, dropout).view(scores.shape) / (1 - dropout)
+    return (weights @ v).view(shape)
+
+
+def keeps(seed: int, heads: int, length: int, keys: int, dropout: float) -> Bool[Tensor, "heads length keys"]:
+    """Which weights the core keeps under dropout, by a hash of the seed, the head, the query and the key."""
+    word, golden = 0xFFFFFFFF, 0x9E3779B1
+
+    def mixed(x: Tensor) -> Tensor:
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = x ^ (x >> shift)
+            low, high = x & 0xFFFF, x >> 16  # so that no product of two words leaves 63 bits
+            x = (low * factor + ((high * factor & word) << 16)) & word
+        return x ^ (x >> 16)
+
+    seeds, (head, row, key) = (seed & word, seed >> 32 & word), (torch.arange(n) for n in (heads, length, keys))
+    of_head = mixed(head * golden & word ^ seeds[0])
+    of_row = mixed(mixed(row * golden & word ^ of_head[:, None]) ^ seeds[1])
+    return mixed(key * golden & word ^ of_row[..., None]) >> 8 < int((1.0 - dropout) * 2**24)
+
+
+def shares(
+    log_sums: Float[Tensor, "*batch rows"], sinks: Float[Tensor, "*#batch #rows"]
+) -> Float[Tensor, "*batch rows"]:
+    """What keys with these logarithmic normalisers keep beside sinks: the sigmoid, which torch's own loses at e^-89."""
+    return logsigmoid(log_sums - sinks).exp_()
+
+
+def sink_gradient(
+    sinks: Float[Tensor, "heads"],
+    log_sums: Float[Tensor, "*batch heads length"],
+    gradient: Float[Tensor, "*batch heads length values"],
+    outputs: Float[Tensor, "*batch heads length values"],
+) -> Float[Tensor, "heads"]:
+    """The gradient of sinks, given the logarithms of the normalisers that hold them: a sink's value is zero."""
+    weights = (sinks[:, None] - log_sums).exp_()
+    return -(weights * (gradient * outputs).sum(-1)).sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
