@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from fast_attention import core
-from fast_attention.engine import dispatch, masks, offsets
+from fast_attention.engine import dispatch, masks
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
-from fast_attention.engine.offsets import Terms
 
 ROWS = 48  # queries of a tile whose keys move on with the query: 92 % of the products are of visible pairs
 MOST_ROWS = 96  # of any tile
@@ -32,12 +31,13 @@ class Plan(NamedTuple):
     Attributes:
         tiles: First query, query behind the last, first range, range behind the last; sorted by queries, which every
             tile has no more than ``MOST_ROWS`` of. One list for all batches or heads, or one for each.
-        ranges: First key, key behind the last, and the least and largest ``j - i`` of the keys j that query i sees.
-            The ranges of a tile are sorted and share no key.
+        ranges: First key, key behind the last, the least and largest ``j - i`` of the keys j that query i sees, and how
+            many keys it sees at least, for which the nearer end moves inwards. The ranges of a tile are sorted and
+            share no key.
     """
 
     tiles: Int[Tensor, "batch heads number 4"]
-    ranges: Int[Tensor, "ranges 4"]
+    ranges: Int[Tensor, "ranges 5"]
 
     def visible(self, length: int, keys: int) -> Bool[Tensor, "batch heads length keys"]:
         """Which keys every query sees, as a mask of all pairs."""
@@ -47,8 +47,10 @@ class Plan(NamedTuple):
             for head, of_head in enumerate(of_batch):
                 for row, row_end, first_range, range_end in of_head:
                     i = torch.arange(row, row_end)[:, None]
-                    for first, end, low, high in self.ranges[first_range:range_end].tolist():
-                        seen = (j >= first) & (j < end) & (j - i >= low) & (j - i <= high)
+                    for first, end, low, high, least in self.ranges[first_range:range_end].tolist():
+                        begin = (i + low).clamp(min=first).clamp(max=end - least)
+                        stop = (i + high + 1).clamp(max=end).clamp(min=first + least)
+                        seen = (j >= begin) & (j < stop)
                         out[batch, head, row:row_end] |= seen
         return out
 
@@ -98,7 +100,7 @@ def _plan(row: Tensor, end: Tensor, first: Tensor, last: Tensor, *, low: int, hi
     """One range for every tile."""
     number = torch.arange(len(row))
     tiles = torch.stack([row, end, number, number + 1], -1)[None, None]
-    ranges = torch.stack([first, last, torch.full_like(first, low), torch.full_like(first, high)], -1)
+    ranges = torch.stack([first, last, *(torch.full_like(first, x) for x in (low, high, 0))], -1)
     return Plan(tiles.int(), ranges.int())
 
 
@@ -126,10 +128,8 @@ def chosen(
     count = alive.sum(-1)
     stops = count.flatten().cumsum(0).view(count.shape)
     ranges = torch.stack([first[alive], end[alive]], -1)
-    ranges = torch.nn.functional.pad(ranges, (0, 2), value=FAR)
-    ranges[:, 2] = -FAR
-    if is_causal:
-        ranges[:, 3] = 0
+    offsets_seen = ranges.new_tensor([-FAR, 0 if is_causal else FAR, 0])
+    ranges = torch.cat([ranges, offsets_seen.expand(len(ranges), -1)], -1)
     parts = -(-size // MOST_ROWS)
     step = -(-size // parts)
     row = torch.arange(number)[:, None] * size + torch.arange(0, size, step)
@@ -194,7 +194,8 @@ def operation(reference: Callable[..., Tensor], plans: Plans) -> CustomGradient:
         call = _arguments(q, k, v, key_mask, numbers, vectors, sinks)
         keys, values = call[1], call[2]
         dk, dv = (
-            x.new_zeros(*x.shape[:-1], -(-x.shape[-1] // ALIGNED) * ALIGNED, dtype=torch.float32) for x in (keys, values)
+            x.new_zeros(*x.shape[:-1], -(-x.shape[-1] // ALIGNED) * ALIGNED, dtype=torch.float32)
+            for x in (keys, values)
         )
         batch = call[0].shape[0]
         d_numbers, d_vectors = (
@@ -212,9 +213,7 @@ def operation(reference: Callable[..., Tensor], plans: Plans) -> CustomGradient:
         d_sinks = None
         if sinks is not None and sinks.requires_grad:
             d_sinks = sink_gradient(sinks, logs, gradient[0], out)
-        dk, dv = (
-            dx[..., : x.shape[-1]].reshape(x.shape).to(x.dtype) for dx, x in ((dk, k), (dv, v))
-        )
+        dk, dv = (dx[..., : x.shape[-1]].reshape(x.shape).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
         return dq, dk, dv, None, *d_terms, d_sinks, *(None for _ in tables)
 
     return CustomGradient(plain, forward, backward)

@@ -25,9 +25,10 @@ struct Tile {
   int32_t row, row_end, range, range_end;
 };
 
-// Keys [first, end), none of them in another range of the tile. Query i sees key j where low <= j - i <= high.
+// Keys [first, end), none of them in another range of the tile; those from the last key on do not exist. Query i sees
+// key j where low <= j - i <= high; but `least` keys at least, by moving the nearer end inwards.
 struct Range {
-  int32_t first, end, low, high;
+  int32_t first, end, low, high, least;
 };
 
 struct TilesCall {

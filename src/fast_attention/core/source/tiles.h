@@ -61,6 +61,7 @@ class TileWork {
         if (c.ranges[r].first < low) low = c.ranges[r].first;
         if (c.ranges[r].end > high) high = c.ranges[r].end;
       }
+    high = high < c.keys ? high : c.keys;
     score_row = chunk + PANEL;
     q = m.q.floats(rows * width_row);
     for (int64_t i = 0; i < rows; ++i)
@@ -116,10 +117,19 @@ class TileWork {
 
   // The keys [first, end) of a range that query i sees.
   void seen(const Range& range, int64_t i, int64_t& first, int64_t& end) const {
-    const int64_t a = i + range.low, b = i + range.high + 1;
-    first = clamp((a > range.first ? a : range.first) - start);
-    end = clamp((b < range.end ? b : range.end) - start);
+    int64_t a, b;
+    bounds(range, i, i, a, b);
+    first = clamp(a - start);
+    end = clamp(b - start);
     if (end < first) end = first;
+  }
+
+  // The keys [first, end) of a range that some of the queries [i, last] see.
+  static void bounds(const Range& range, int64_t i, int64_t last, int64_t& first, int64_t& end) {
+    first = i + range.low > range.first ? i + range.low : range.first;
+    end = last + range.high + 1 < range.end ? last + range.high + 1 : range.end;
+    if (first > range.end - range.least) first = range.end - range.least;
+    if (end < range.first + range.least) end = range.first + range.least;
   }
 
   // For every run and group of ROWS queries the hull of what they see, in whole vectors.
@@ -132,9 +142,9 @@ class TileWork {
         const int64_t end_row = g + ROWS < tile.row_end ? g + ROWS : tile.row_end;
         for (int32_t r = run.range; r < run.range_end; ++r) {
           const Range& range = c.ranges[r];
-          const int64_t a = g + range.low, b = end_row + range.high;  // the first row's low, the last row's high
-          const int64_t first = clamp((a > range.first ? a : range.first) - start);
-          const int64_t end = clamp((b < range.end ? b : range.end) - start);
+          int64_t a, b;
+          bounds(range, g, end_row - 1, a, b);
+          const int64_t first = clamp(a - start), end = clamp(b - start);
           if (first >= end) continue;
           if (first < hull.low) hull.low = first;
           if (end > hull.high) hull.high = end;

@@ -17,16 +17,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks, offsets, tiled
+from fast_attention.engine import dispatch, masks, offsets, tiles
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.fused import biased_attention, flash_backward, flash_forward, takes_flash
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.relative import Grouped
-from fast_attention.engine.tiled import Sinks, Span, Tile, Tiling, shares, sink_gradient
-
-ROWS = 64  # queries of a tile
+from fast_attention.engine.tiles import shares, sink_gradient
 
 
 def relative_attention(
@@ -44,8 +41,8 @@ def relative_attention(
 ) -> Float[Tensor, "*batch heads length values"]:
     """``softmax(scale Q K^T + bias + mask) V`` with the bias of every offset; a query that sees nothing gets zeros.
 
-    With ``sinks`` every normaliser is larger by ``e^sink``. A tile of scores is held at a time; all of them under an
-    ``attn_mask``, with dropout, or where code is traced.
+    With ``sinks`` every normaliser is larger by ``e^sink``. The compiled core and torch's flash kernel hold a tile of
+    scores at a time. All of them are held under an ``attn_mask``, with dropout, or where code is traced.
     """
     length, keys = q.shape[-2], k.shape[-2]
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
@@ -152,23 +149,25 @@ def _relative(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
     sinks: Tensor | None, *, is_causal: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    if why := dispatch.obstacle(q, k):
-        dispatch.record("all scores at once", why)
-        return _plain(q, k, v, key_mask, numbers, vectors, sinks, is_causal=is_causal, scale=scale)
-    if numbers is not None and vectors is None and not obstacle(q, k, v, is_causal=is_causal, scale=scale):
+    first = 1 - q.shape[-2]
+    if not (why := tiles.unsupported(q, k, v)):
+        dispatch.record(f"{dispatch.CORE}: softmax in tiles", "positions or sinks add to the scores")
+        return _compiled(q, k, v, key_mask, numbers, vectors, sinks, is_causal=is_causal, scale=scale, first=first)
+    alone = numbers is not None and vectors is None and not numbers.requires_grad  # the kernel gives a mask no gradient
+    if alone and not dispatch.obstacle(q, k) and not obstacle(q, k, v, is_causal=is_causal, scale=scale):
         dispatch.record("the flash kernel", "what positions add is a view of a number for each offset")
         return _flash(q, k, v, key_mask, numbers, sinks, is_causal=is_causal, scale=scale)
-    dispatch.record(
-        "softmax in tiles", "positions or sinks add to the scores", rows=min(ROWS, q.shape[-2]), keys=k.shape[-2]
-    )
-    return _tiled(q, k, v, key_mask, numbers, vectors, sinks, is_causal=is_causal, scale=scale)
+    dispatch.record("all scores at once", why)
+    return _plain(q, k, v, key_mask, numbers, vectors, sinks, is_causal=is_causal, scale=scale)
 
 
 @in_float32
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, *, is_causal: bool, scale: float, attn_mask: Tensor | None = None, dropout: float = 0.0,
+    sinks: Tensor | None, *, is_causal: bool, scale: float, first: int = 0, attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:  # fmt: skip
+    """The same by all scores at once; ``first`` belongs to the terms, which are those of all offsets."""
     length, keys = q.shape[-2], k.shape[-2]
     bias = None if numbers is None else offsets.scores(q, Terms(numbers, vectors), keys, scale=scale).to(q.dtype)
     mask = masks.visible(length, keys, is_causal=is_causal, key_mask=key_mask, device=q.device)
@@ -179,27 +178,11 @@ def _plain(
     return biased_attention(q, k, v, bias if mask is None else mask, dropout=dropout, scale=scale, sinks=sinks)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, *, keep: bool, is_causal: bool, scale: float,
-) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    tiling = _tiling(q, k, *offsets.ready(numbers, vectors, q), Sinks.ready(sinks, q), is_causal)
-    return tiled.attend(q, k, v, key_mask, tiling, scale=scale), ()
+def _plan(q: Tensor, k: Tensor, *, is_causal: bool) -> tiles.Plan:
+    return tiles.every_key(q.shape[-2], k.shape[-2], is_causal)
 
 
-def _backward(
-    inputs: tuple[Any, ...], outputs: Tensors, kept: Tensors, gradient: tuple[Tensor, ...],
-    *, is_causal: bool, scale: float,
-) -> Tensors:  # fmt: skip
-    q, k, v, key_mask, numbers, vectors, sinks = inputs
-    terms, into = offsets.ready(numbers, vectors, q)
-    every = Sinks.ready(sinks, q)
-    tiling = _tiling(q, k, terms, into, every, is_causal)
-    gradients = tiled.gradients(q, k, v, key_mask, gradient[0], tiling, scale=scale)
-    return *gradients, None, *(into or (None, None)), None if every is None else every.total(sinks)
-
-
-_tiled = in_float32(CustomGradient(_plain, _forward, _backward))
+_compiled = tiles.operation(_plain, _plan)
 
 
 def _plain_numbers(
@@ -223,10 +206,6 @@ def _flash_backward(
     *, is_causal: bool, scale: float,
 ) -> Tensors:  # fmt: skip
     q, k, v, key_mask, numbers, sinks = inputs
-    if numbers.requires_grad:  # the kernel gives a mask no gradient
-        tensors, settings = (q, k, v, key_mask, numbers, None, sinks), {"is_causal": is_causal, "scale": scale}
-        *gradients, _, d_sinks = _backward(tensors, outputs, (), gradient, **settings)
-        return *gradients, d_sinks
     x = Inputs.of(q, k, v, key_mask, numbers, is_causal=is_causal, scale=scale)
     assert outputs[0] is not None
     out, grad = (y.reshape(-1, *y.shape[-3:]) for y in (outputs[0], gradient[0]))
@@ -236,39 +215,3 @@ def _flash_backward(
 
 
 _flash = in_float32(CustomGradient(_plain_numbers, _flash_forward, _flash_backward))
-
-
-def _tiling(
-    q: Tensor, k: Tensor, terms: Terms | None, into: Terms | None, sinks: Sinks | None, is_causal: bool
-) -> Tiling:
-    """Tiles of ``ROWS`` queries and the keys that they may see, which are parts of one tile of all offsets."""
-    length, keys, total = q.shape[-2], k.shape[-2], q.shape[:-2].numel()
-    rows, behind = min(ROWS, length), keys - length
-    every = torch.ones(rows, length + keys - rows, dtype=torch.bool, device=q.device)
-    every = every.tril(keys - rows) if is_causal else every
-
-    def queries(first: int) -> Tile:
-        last = min(first + rows, length)
-        end = min(max(last + behind, 1), keys) if is_causal else keys
-        visible = torch.ones(last - first, end, dtype=torch.bool, device=q.device)
-        visible = visible.tril(first + behind) if is_causal else visible
-        return Tile.of(Span(first, last - first), Span(0, end), visible, q.dtype)
-
-    if terms is None:
-        alike = [queries(first) for first in range(0, length, rows)]
-        return Tiling(tiled.heads_together(rows * keys), lambda group: alike, sinks=sinks)
-
-    def tiles(group: slice) -> Iterator[Tile]:
-        grouped = Grouped(terms, range(group.start, min(group.stop, total)), into)
-        whole = grouped.tile(every, rows - 1)
-        for first in range(0, length, rows):
-            last = min(first + rows, length)
-            size, end = last - first, min(max(last + behind, 1), keys) if is_causal else keys
-            bias = whole.part(slice(rows - size, rows), slice(length - last, length - last + end))
-            masked = None
-            if is_causal and first + behind < 0:  # queries before the first key
-                masked = ~torch.ones(size, end, dtype=torch.bool, device=q.device).tril(first + behind)
-            yield Tile(Span(first, size), Span(0, end), bias, masked)
-        grouped.collect()
-
-    return Tiling(tiled.heads_together(rows * keys), tiles, sinks=sinks)

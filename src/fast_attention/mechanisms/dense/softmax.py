@@ -23,7 +23,7 @@ from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.fused import flash_backward, flash_forward, fused_attention, open_attention, takes_flash
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.offsets import Positions
-from fast_attention.engine.tiled import shares, sink_gradient
+from fast_attention.engine.tiles import shares, sink_gradient
 from fast_attention.gpu import patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rows

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fast_attention.engine.custom_gradient import Tensors
-from fast_attention.engine.tiled import sink_gradient
+from fast_attention.engine.tiles import sink_gradient
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.arguments import Arguments, Maps
 from fast_attention.mechanisms.hybrid.far_sums import FarSums

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -76,9 +75,7 @@ def _banded(
     return _compiled(q, k, v, key_mask, numbers, vectors, sinks, **settings)
 
 
-def _plan(
-    q: Tensor, k: Tensor, *, left: int, right: int, size: int, is_causal: bool, block: int
-) -> tiles.Plan:
+def _plan(q: Tensor, k: Tensor, *, left: int, right: int, size: int, is_causal: bool, block: int) -> tiles.Plan:
     length, keys = q.shape[-2], k.shape[-2]
     if size == 0:
         return tiles.window(length, keys, left, right)

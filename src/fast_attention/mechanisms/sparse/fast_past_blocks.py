@@ -10,22 +10,29 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from fast_attention.engine import dispatch, masks
-from fast_attention.engine.blocks import split_mask
+from fast_attention.engine.blocks import pad_length, split_mask
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.heads import short
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tiled import flatten, shares, sink_gradient
+from fast_attention.engine.tiles import shares, sink_gradient
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.sparse import past_blocks
 from fast_attention.mechanisms.sparse.past_blocks import Tiles
 
 TILES = 64  # that are computed together: a few MiB
 SCORES = 8192  # of a head, up to which all of them take less time than calls for each head
+
+
+def flatten(x: Tensor, block: int = 0) -> Shaped[Tensor, "heads length E"]:
+    """(..., length, E) with one axis of heads and neighbouring numbers in the last; in whole ``block``s contiguous."""
+    x = pad_length(x, block) if block else x
+    x = x.reshape(-1, *x.shape[-2:])
+    return x.contiguous() if block or x.stride(-1) != 1 else x
 
 
 class Group(NamedTuple):

@@ -95,10 +95,19 @@ def _band(
 
 
 def gathered_softmax(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, *, size: int, is_causal: bool, scale: float, start: int, stop: int,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
+    sinks: Tensor | None, table: Tensor, *, size: int, is_causal: bool, scale: float, start: int, stop: int, first: int,
 ) -> Tensor:  # fmt: skip
     """Softmax attention over the blocks of keys that a table names; arguments as in ``gathered.py``."""
+    attend = _gathered if numbers is None else in_float32(_gathered)
+    settings: Any = {"size": size, "is_causal": is_causal, "scale": scale, "start": start, "stop": stop}
+    return attend(q, k, v, key_mask, numbers, vectors, sinks, table, **settings)
+
+
+def _gathered(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
+    sinks: Tensor | None, table: Tensor, *, size: int, is_causal: bool, scale: float, start: int, stop: int,
+) -> Tensor:  # fmt: skip
     length, number = q.shape[-2], table.shape[-2]
     position = (table[..., None] * size + torch.arange(size, device=q.device)).flatten(-2)
     chosen = table.clamp(min=0)
