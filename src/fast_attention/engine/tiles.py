@@ -31,27 +31,27 @@ class Plan(NamedTuple):
     Attributes:
         tiles: First query, query behind the last, first range, range behind the last; sorted by queries, which every
             tile has no more than ``MOST_ROWS`` of. One list for all batches or heads, or one for each.
-        ranges: First key, key behind the last, the least and largest ``j - i`` of the keys j that query i sees, and how
-            many keys it sees at least, for which the nearer end moves inwards. The ranges of a tile are sorted and
-            share no key.
+        ranges: First key, key behind the last, the least and largest ``j - i`` of the keys j that query i sees, how
+            many keys it sees at least, for which the nearer end moves inwards, and how often a key counts. The ranges
+            of a tile are sorted and share no key.
     """
 
     tiles: Int[Tensor, "batch heads number 4"]
-    ranges: Int[Tensor, "ranges 5"]
+    ranges: Int[Tensor, "ranges 6"]
 
-    def visible(self, length: int, keys: int) -> Bool[Tensor, "batch heads length keys"]:
-        """Which keys every query sees, as a mask of all pairs."""
-        out = torch.zeros(*self.tiles.shape[:2], length, keys, dtype=torch.bool)
+    def counts(self, length: int, keys: int) -> Int[Tensor, "batch heads length keys"]:
+        """How often each key counts for each query, 0 where it is not seen."""
+        out = torch.zeros(*self.tiles.shape[:2], length, keys, dtype=torch.int32)
         j = torch.arange(keys)
         for batch, of_batch in enumerate(self.tiles.tolist()):
             for head, of_head in enumerate(of_batch):
                 for row, row_end, first_range, range_end in of_head:
                     i = torch.arange(row, row_end)[:, None]
-                    for first, end, low, high, least in self.ranges[first_range:range_end].tolist():
+                    for first, end, low, high, least, count in self.ranges[first_range:range_end].tolist():
                         begin = (i + low).clamp(min=first).clamp(max=end - least)
                         stop = (i + high + 1).clamp(max=end).clamp(min=first + least)
                         seen = (j >= begin) & (j < stop)
-                        out[batch, head, row:row_end] |= seen
+                        out[batch, head, row:row_end] += count * seen
         return out
 
 
@@ -100,7 +100,7 @@ def _plan(row: Tensor, end: Tensor, first: Tensor, last: Tensor, *, low: int, hi
     """One range for every tile."""
     number = torch.arange(len(row))
     tiles = torch.stack([row, end, number, number + 1], -1)[None, None]
-    ranges = torch.stack([first, last, *(torch.full_like(first, x) for x in (low, high, 0))], -1)
+    ranges = torch.stack([first, last, *(torch.full_like(first, x) for x in (low, high, 0, 1))], -1)
     return Plan(tiles.int(), ranges.int())
 
 
@@ -128,7 +128,7 @@ def chosen(
     count = alive.sum(-1)
     stops = count.flatten().cumsum(0).view(count.shape)
     ranges = torch.stack([first[alive], end[alive]], -1)
-    offsets_seen = ranges.new_tensor([-FAR, 0 if is_causal else FAR, 0])
+    offsets_seen = ranges.new_tensor([-FAR, 0 if is_causal else FAR, 0, 1])
     ranges = torch.cat([ranges, offsets_seen.expand(len(ranges), -1)], -1)
     parts = -(-size // MOST_ROWS)
     step = -(-size // parts)
@@ -153,7 +153,7 @@ def unsupported(*tensors: Tensor) -> str:
 Plans = Callable[..., Plan]  # (q, k, *tables, **settings)
 
 
-def operation(reference: Callable[..., Tensor], plans: Plans) -> CustomGradient:
+def operation(reference: Callable[..., Tensor] | None, plans: Plans) -> CustomGradient:
     """Softmax attention of tiles with a gradient.
 
     It is called with ``(q, k, v, key_mask, numbers, vectors, sinks, *tables)`` and the keywords ``scale``, ``first``
@@ -161,12 +161,13 @@ def operation(reference: Callable[..., Tensor], plans: Plans) -> CustomGradient:
     ``seed`` may be given.
 
     Args:
-        reference: The same function in plain operations, which derivatives of higher order take.
+        reference: The same function in plain operations, which derivatives of higher order take; None: one that holds
+            all scores at once, which serves where nothing else calls it.
         plans: Gives what the queries see, from queries, keys, tables and settings.
     """
 
     def plain(*tensors: Any, dropout: float = 0.0, seed: int = 0, **settings: Any) -> Tensor:
-        if not dropout:
+        if reference is not None and not dropout:
             return reference(*tensors, **settings)
         return _dense(*tensors[:7], plans=plans, tables=tensors[7:], dropout=dropout, seed=seed, **settings)
 
@@ -175,6 +176,8 @@ def operation(reference: Callable[..., Tensor], plans: Plans) -> CustomGradient:
         sinks: Tensor | None, *tables: Tensor, keep: bool, scale: float, first: int = 0, cap: float = 0.0,
         dropout: float = 0.0, seed: int = 0, **settings: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        if why := core.unavailable():
+            raise RuntimeError(f"the compiled core does not serve: {why}")
         plan = plans(q, k, *tables, **settings)
         out, logs = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
         call = _arguments(q, k, v, key_mask, numbers, vectors, sinks)
@@ -243,11 +246,12 @@ def _arguments(
 def _dense(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
     sinks: Tensor | None, *, plans: Plans, tables: tuple[Tensor, ...], scale: float, first: int = 0, cap: float = 0.0,
-    dropout: float, seed: int, **settings: Any,
+    dropout: float = 0.0, seed: int = 0, **settings: Any,
 ) -> Tensor:  # fmt: skip
-    """The same with all scores at once and the core's random numbers: for second derivatives under dropout."""
-    length, keys, shape = q.shape[-2], k.shape[-2], (*q.shape[:-1], v.shape[-1])
-    visible = plans(q, k, *tables, **settings).visible(length, keys)
+    """The same with all scores at once and the core's random numbers."""
+    length, keys, shape, dtype = q.shape[-2], k.shape[-2], (*q.shape[:-1], v.shape[-1]), q.dtype
+    counts = plans(q, k, *tables, **settings).counts(length, keys)
+    visible = counts > 0
     if key_mask is not None:
         visible = visible & four_axes(key_mask.expand(*q.shape[:-2], keys)[..., None])[..., 0][..., None, :]
     q, k, v = (four_axes(x).float() for x in (q, k, v))
@@ -263,9 +267,11 @@ def _dense(
         if vectors is not None:
             products = q @ vectors.mT * scale
             scores = scores + products.gather(-1, place.expand(*products.shape[:2], -1, -1)) * inside
-    weights = masks.masked_softmax(scores, visible, sinks)
-    weights = weights * keeps(seed, q.shape[0] * q.shape[1], length, keys, dropout).view(scores.shape) / (1 - dropout)
-    return (weights @ v).view(shape)
+    weights = masks.masked_softmax(scores + counts.clamp(min=1).log(), visible, sinks)
+    if dropout:
+        kept = keeps(seed, q.shape[0] * q.shape[1], length, keys, dropout).view(scores.shape)
+        weights = weights * kept / (1 - dropout)
+    return (weights @ v).view(shape).to(dtype)
 
 
 def keeps(seed: int, heads: int, length: int, keys: int, dropout: float) -> Bool[Tensor, "heads length keys"]:

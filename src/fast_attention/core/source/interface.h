@@ -26,9 +26,10 @@ struct Tile {
 };
 
 // Keys [first, end), none of them in another range of the tile; those from the last key on do not exist. Query i sees
-// key j where low <= j - i <= high; but `least` keys at least, by moving the nearer end inwards.
+// key j where low <= j - i <= high; but `least` keys at least, by moving the nearer end inwards. A key counts as often
+// as `count` says.
 struct Range {
-  int32_t first, end, low, high, least;
+  int32_t first, end, low, high, least, count;
 };
 
 struct TilesCall {

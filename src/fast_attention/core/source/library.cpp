@@ -117,8 +117,8 @@ TilesCall tiles_call(const Tensor& q, const Tensor& k, const Tensor& v, const Ma
     STD_TORCH_CHECK(sinks->numel() == c.heads, "the sinks do not fit");
     c.sinks = numbers_of<float>(*sinks);
   }
-  STD_TORCH_CHECK(tiles.dim() == 4 && tiles.size(3) == 4 && ranges.dim() == 2 && ranges.size(1) == 5,
-                  "tiles are (batch, heads, number, 4), ranges (number, 5)");
+  STD_TORCH_CHECK(tiles.dim() == 4 && tiles.size(3) == 4 && ranges.dim() == 2 && ranges.size(1) == 6,
+                  "tiles are (batch, heads, number, 4), ranges (number, 6)");
   STD_TORCH_CHECK((tiles.size(0) == 1 || tiles.size(0) == c.batch) && (tiles.size(1) == 1 || tiles.size(1) == c.heads),
                   "the tiles do not fit the heads");
   c.tiles = numbers_of<Tile>(tiles), c.ranges = numbers_of<Range>(ranges);

@@ -245,6 +245,10 @@ class TileWork {
           seen(c.ranges[r], tile.row + i, first, end);
           if (first >= end) continue;
           for (; position < first; ++position) line[position] = NOTHING;
+          if (c.ranges[r].count != 1) {
+            const float gain = std::log2(static_cast<float>(c.ranges[r].count));
+            for (int64_t j = first; j < end; ++j) line[j] += gain;
+          }
           position = end > position ? end : position;
         }
         for (; position < hull.high; ++position) line[position] = NOTHING;

@@ -5,7 +5,7 @@ transformers computes the parts apart and writes all weights into a matrix of al
 
 from __future__ import annotations
 
-from math import log, sqrt
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.models.big_bird import modeling_big_bird
 from transformers.utils import output_capturing
 
+from fast_attention import core
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations.exact import mode
 from fast_attention.integrations.exact.global_window import Window, attend
@@ -40,7 +41,7 @@ class BigBirdBlockSparseAttention(modeling_big_bird.BigBirdBlockSparseAttention)
         length = hidden_states.shape[1]
         if (
             traced() or not hidden_states.is_cpu or not mode.runs(length >= SHORTEST) or to_mask is None
-            or length % self.block_size or length < LEAST * self.block_size or settings.get("output_attentions")
+            or core.unavailable() or length % self.block_size or length < LEAST * self.block_size or settings.get("output_attentions")
             or "attentions" in (output_capturing._active_collector.get() or ())
         ):  # fmt: skip
             return super().forward(
@@ -78,13 +79,8 @@ def _one_sequence(
     )
     scale, padding = 1 / sqrt(module.attention_head_size), masked if masked.any() else None
     ends = torch.cat((torch.arange(size), torch.arange(len(x) - size, len(x))))
-    gains = None
-    if not blocks.any():  # outside of training each is the first block, which then counts several times
-        gains = torch.zeros(2 * size, dtype=torch.float32)
-        gains[:size] = log(1 + blocks.shape[-1])
     inner = attend(
-        q, k, v, Window(size, rows=size, by_tile=True), scale=scale, masked=padding, columns=ends, gains=gains,
-        blocks=pad(blocks, (0, 0, 1, 1)) if gains is None else None,
+        q, k, v, Window(size, size), scale=scale, masked=padding, columns=ends, blocks=pad(blocks, (0, 0, 1, 1))
     )  # fmt: skip
     visible = None if padding is None else ~padding[None, None, None]
     outer = scaled_dot_product_attention(q[None, :, ends], k[None], v[None], attn_mask=visible, scale=scale)[0]

@@ -19,6 +19,7 @@ from transformers import masking_utils
 from transformers.models.led import modeling_led
 from transformers.models.longformer import modeling_longformer
 
+from fast_attention import core
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations.exact import mode
 from fast_attention.integrations.exact.global_window import Window, attend
@@ -38,6 +39,7 @@ def attention_forward(
     """Same as transformers' module, which is called where attention matrices are returned."""
     if (
         traced() or not hidden_states.is_cpu or not mode.runs(hidden_states.shape[1] >= SHORTEST) or output_attentions
+        or core.unavailable()
         or is_index_masked is None or is_index_global_attn is None or self.dropout >= 1.0
     ):  # fmt: skip
         base: Any = type(self).__bases__[0]

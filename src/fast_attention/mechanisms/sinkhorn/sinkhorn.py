@@ -1,9 +1,6 @@
 """Sparse Sinkhorn attention (Tay et al. 2020): blocks of keys are sorted softly, so that few of them need be seen.
 
-Softmax over every block of keys beside the block sorted to its position, in tiles.
-
-A head's keys and values are sorted some blocks at a time into memory that is used again, so that nothing as large as
-the sequence is made but outputs and gradients. Where causal, only blocks before the tile's end are multiplied.
+Sorted keys and values stand behind the keys and values themselves, so that a block of queries reads two ranges of them.
 """
 
 from __future__ import annotations
@@ -73,9 +70,9 @@ def _tiles_beside(length: int, keys: int, size: int, start: int, is_causal: bool
     rows, own, other = list[list[int]](), list[list[int]](), keys - length
     for block in range(0, length, size):
         first = len(own)
-        own.append([start + block, start + block + size, -tiles.FAR, start if is_causal else tiles.FAR, 0])
+        own.append([start + block, start + block + size, -tiles.FAR, start if is_causal else tiles.FAR, 0, 1])
         if not is_causal or start + block > 0:  # nothing is before the first block
-            own.append([other + block, other + block + size, -tiles.FAR, tiles.FAR, 0])
+            own.append([other + block, other + block + size, -tiles.FAR, tiles.FAR, 0, 1])
         rows += [[row, min(row + step, block + size), first, len(own)] for row in range(block, block + size, step)]
     return tiles.Plan(*(torch.tensor(x, dtype=torch.int32) for x in ([[rows]], own)))
 
