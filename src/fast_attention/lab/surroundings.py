@@ -40,9 +40,12 @@ def surroundings(device: torch.device) -> dict[str, Any]:
     """Versions and hardware, for the record."""
     import torch  # here, so that a command's options are read without it
 
+    from fast_attention import core
+
     return {
         "fast_attention": __version__,
         "commit": _commit(),
+        "core": core.unavailable() or "loaded",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
