@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.competitors import Peer, Sizes
-from benchmarks.cores import Wrapped
+from benchmarks.functions import Wrapped
 
 EXPANSION, HIDDEN = 6, 256  # as in our GMLP() and MLPMixer()
 

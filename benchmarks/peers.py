@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import cores, mixers, modules
+from benchmarks import functions, mixers, modules
 from benchmarks.competitors import Peer
 
-PEERS: list[Peer] = [*cores.PEERS, *modules.PEERS, *mixers.PEERS]
+PEERS: list[Peer] = [*functions.PEERS, *modules.PEERS, *mixers.PEERS]

@@ -325,6 +325,7 @@ KINDS = {  # what a record's name begins with -> what it is, and the program whe
     "chosen-blocks": ("chosen blocks, windows and a Hybrid in MiniLM, untrained", ""),
     "compiled": ("every mechanism under torch.compile", "python -m benchmarks.compiled"),
     "convert": ("a pretrained model converted", ""),
+    "cores": ("time against threads, beside busy processes, and parallel regions", ""),
     "costs": ("every mechanism swapped into MiniLM, untrained", "python -m benchmarks.real_model"),
     "gates": ("one commit beside an earlier one", "python benchmarks/gates.py"),
     "generation": ("tokens written by `generate()`", "python -m benchmarks.generation"),

@@ -16,6 +16,9 @@ GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 SLIDING: dict[str, Any] = {**GROUPED, "sliding_window": WINDOW}
 MIXED: dict[str, Any] = {**SLIDING, "layer_types": KINDS}
+MODERNBERT: dict[str, Any] = {
+    "local_attention": 2 * WINDOW, "global_attn_every_n_layers": 3, "cls_token_id": 1, "sep_token_id": 2,
+}  # fmt: skip
 T5: dict[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "pad_token_id": 0, "eos_token_id": 2,
@@ -43,24 +46,36 @@ DECODERS: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "Bloom": {"n_layer": 2, "n_head": 4},
     "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "expansion_ratio": 2, "max_seq_len": 128},
+    "ettin-decoder": {**MODERNBERT, "num_hidden_layers": 4, "global_rope_theta": 160e3, "local_rope_theta": 160e3},
 }  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
-    "ModernBert": {"local_attention": 2 * WINDOW, "global_attn_every_n_layers": 3,
-                   "cls_token_id": 1, "sep_token_id": 2},
+    "ModernBert": MODERNBERT,
+    "granite-embedding-r2": {**MODERNBERT, "num_hidden_layers": 4, "global_rope_theta": 80e3, "local_rope_theta": 10e3},
+    "gte-modernbert": {**MODERNBERT, "num_hidden_layers": 4, "global_rope_theta": 160e3, "local_rope_theta": 10e3},
+    "nomic-modernbert": {**MODERNBERT, "num_hidden_layers": 4, "position_embedding_type": "absolute"},
+    "ettin-encoder": {**MODERNBERT, "num_hidden_layers": 4, "global_rope_theta": 160e3, "local_rope_theta": 160e3},
     "Bert": {}, "Roberta": {"max_position_embeddings": 140}, "XLMRoberta": {"max_position_embeddings": 140},
     "MPNet": {}, "Electra": {"embedding_size": 32}, "Esm": {"position_embedding_type": "rotary", "mask_token_id": 3},
     "DistilBert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}, "Albert": {"embedding_size": 16},
     "NomicBert": {}, "EuroBert": GROUPED,
 }  # fmt: skip
 EMBEDDERS = {"Gemma3Text": {**DECODERS["Gemma3Text"], "use_bidirectional_attention": True}}
-SEQ2SEQ = {"T5": {}, "MT5": {}, "UMT5": {}, "SwitchTransformers": {"num_experts": 2}}
+SEQ2SEQ: dict[str, dict[str, Any]] = {
+    "T5": {}, "MT5": {}, "UMT5": {}, "SwitchTransformers": {"num_experts": 2},
+    "ByT5": {"vocab_size": 384, "num_layers": 3, "num_decoder_layers": 1, "relative_attention_num_buckets": 32,
+             "relative_attention_max_distance": 128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+}  # fmt: skip
+CLASSES = {  # of published models that are another family by configuration, in the older words of the files on the hub
+    "granite-embedding-r2": "ModernBert", "gte-modernbert": "ModernBert", "nomic-modernbert": "ModernBert",
+    "ettin-encoder": "ModernBert", "ettin-decoder": "ModernBertDecoder", "ByT5": "T5",
+}  # fmt: skip
 
 
 def config_of(name: str, **settings: Any) -> Any:
     """A tiny configuration of a family."""
-    kind = getattr(transformers, f"{name}Config")
+    kind = getattr(transformers, f"{CLASSES.get(name, name)}Config")
     if name in SEQ2SEQ:
-        return kind(**T5, **SEQ2SEQ[name], **settings)
+        return kind(**{**T5, **SEQ2SEQ[name], **settings})
     own = {**DECODERS, **ENCODERS}[name]
     return kind(**{**SIZES, **own, **settings})
 

@@ -50,7 +50,7 @@ def seq2seq(name: str, kind: str = "Model", **settings: Any) -> Any:
     config = SEQ2SEQ[name]()
     for key, value in settings.items():
         setattr(config, key, value)
-    model = families.spread(getattr(transformers, f"{name}{kind}")(config).eval())
+    model = families.spread(getattr(transformers, f"{families.CLASSES.get(name, name)}{kind}")(config).eval())
     return model if name == "T5Gemma" else model.double()
 
 

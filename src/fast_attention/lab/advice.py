@@ -238,7 +238,7 @@ def measured(record: Advised) -> list[str]:
         f"Times of {passes}, {meta['batch']} x {meta['heads']} heads of width {meta['head_dim']}, {side}, "
         f"{meta['dtype']}, {meta['hardware']}, {meta['threads']} of {meta['cores']} threads."
     )
-    return words
+    return [*words, *meta.get("conditions", [])]
 
 
 def shown(record: Advised) -> list[Table | Text | str]:

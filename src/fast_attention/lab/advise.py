@@ -14,7 +14,7 @@ from fast_attention.lab import options
 from fast_attention.lab.options import KINDS, at_work
 
 if TYPE_CHECKING or at_work():
-    from fast_attention.lab import advice, capture, compare, inputs, measure, progress, sources, tables
+    from fast_attention.lab import advice, capture, compare, inputs, progress, sources, tables, timing
     from fast_attention.lab.advice import Advised, Question
     from fast_attention.lab.compare import Plan
     from fast_attention.lab.inputs import InputError
@@ -47,21 +47,22 @@ def advise_command(
 
     [dim]fast-attention advise MODEL_DIR --length 4096 --budget 0.05[/dim]
     """
-    inputs.threads(threads or measure.useful_threads())
-    where, kind = inputs.device(device), inputs.dtype(dtype)
-    chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
-    inputs.folder(out)
-    source = sources.source(model, text, seed, length)
-    is_causal = source.is_causal if causal is None else causal
-    if source.is_causal and not is_causal:
-        raise InputError("--no-causal: the model is a decoder, whose attention is causal")
-    setting = Setting(source.heads, source.head_dim, where, kind, is_causal, training, seed, batch)
-    question = Question(length, budget, "training" if training else "forward")
-    plan = Plan(source, chosen, [length], setting, seconds)
-    record = Advised(_meta(plan, question, dtype))
-    with progress.counted(plan.steps) as watch:
-        compare.compare(plan, record, watch)
-    record.answer(chosen)
+    with timing.by_threads(threads) as conditions:
+        where, kind = inputs.device(device), inputs.dtype(dtype)
+        chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
+        inputs.folder(out)
+        source = sources.source(model, text, seed, length)
+        is_causal = source.is_causal if causal is None else causal
+        if source.is_causal and not is_causal:
+            raise InputError("--no-causal: the model is a decoder, whose attention is causal")
+        setting = Setting(source.heads, source.head_dim, where, kind, is_causal, training, seed, batch)
+        question = Question(length, budget, "training" if training else "forward")
+        plan = Plan(source, chosen, [length], setting, seconds)
+        record = Advised(_meta(plan, question, dtype))
+        with progress.counted(plan.steps) as watch:
+            compare.compare(plan, record, watch)
+        record.answer(chosen)
+        record.meta["conditions"] = conditions()
     record.finish("complete")
     record.leave(out, advice.html)
     tables.present(record, out, as_json, *advice.shown(record))

@@ -16,7 +16,7 @@ from fast_attention.lab.options import KINDS, at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention import catalogue
-    from fast_attention.lab import inputs, measure, progress, report, same_results, sources, tables, verdicts
+    from fast_attention.lab import inputs, progress, report, same_results, sources, tables, timing, verdicts
     from fast_attention.lab.accuracy import Scene, measurable
     from fast_attention.lab.capture import Source
     from fast_attention.lab.comparison import Comparison, Error
@@ -61,27 +61,32 @@ def compare_command(
 
     [dim]fast-attention compare --mechanisms LinearAttention "FavorPlus(num_features=64)" --lengths 512 2048[/dim]
     """
-    inputs.threads(threads or measure.useful_threads())
-    where, kind = inputs.device(device), inputs.dtype(dtype)
-    chosen = inputs.mechanisms(mechanisms) if mechanisms else default_mechanisms()
-    sizes = inputs.lengths(lengths or list(LENGTHS))
-    inputs.folder(out)
-    source = sources.source(model, text, seed, min(max(sizes), LONGEST_ERROR))
-    is_causal = source.is_causal if causal is None else causal
-    setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
-    plan = Plan(source, chosen, sizes, setting, budget, asked)
-    meta = begun(
-        where, source=source.title, heads=source.heads, head_dim=source.head_dim, lengths=sizes, causal=is_causal,
-        backward=backward, dtype=dtype, seed=seed, asked=asked, budget=budget,
-        reference="torch.nn.functional.scaled_dot_product_attention",
-    )  # fmt: skip
-    record = Comparison(meta)
-    with progress.counted(plan.steps) as watch:
-        status = progress.until_stopped(lambda: compare(plan, record, watch, lambda: record.save(out / record.data)))
+    with timing.by_threads(threads) as conditions:
+        where, kind = inputs.device(device), inputs.dtype(dtype)
+        chosen = inputs.mechanisms(mechanisms) if mechanisms else default_mechanisms()
+        sizes = inputs.lengths(lengths or list(LENGTHS))
+        inputs.folder(out)
+        source = sources.source(model, text, seed, min(max(sizes), LONGEST_ERROR))
+        is_causal = source.is_causal if causal is None else causal
+        setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
+        plan = Plan(source, chosen, sizes, setting, budget, asked)
+        meta = begun(
+            where, source=source.title, heads=source.heads, head_dim=source.head_dim, lengths=sizes, causal=is_causal,
+            backward=backward, dtype=dtype, seed=seed, asked=asked, budget=budget,
+            reference="torch.nn.functional.scaled_dot_product_attention",
+        )  # fmt: skip
+        record = Comparison(meta)
+        with progress.counted(plan.steps) as watch:
+            status = progress.until_stopped(
+                lambda: compare(plan, record, watch, lambda: record.save(out / record.data))
+            )
+        record.meta["conditions"] = conditions()
     finish(plan, record, status)
     record.leave(out, report.html)
     first = same_results.words(record.meta.get("same_results"))
-    tables.present(record, out, as_json, *first, report.table(record), last=verdicts.answer(record))
+    tables.present(
+        record, out, as_json, *first, report.table(record), last=[*verdicts.answer(record), *record.meta["conditions"]]
+    )
     return 0 if status == "complete" else 130
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import clock
+from fast_attention.lab import surroundings
 from fast_attention.lab.records import EXACT
 from fast_attention.mechanism import Attention, Mixer, Shape
 from fast_attention.nn.bound import Bound
@@ -123,11 +123,11 @@ def state_bytes(state: Any) -> int:
 
 
 def useful_threads() -> int:
-    """All cores, unless that is slower here and now than half of them or one: on a busy machine threads wait.
+    """The cores that this process may use, unless half of them or one are faster: on a busy machine threads wait.
 
     Leaves torch's number of threads at the answer.
     """
-    cores, q = os.cpu_count() or 1, torch.randn(3, 8, 256, 32)
+    cores, q = surroundings.usable_cores(), torch.randn(3, 8, 256, 32)
 
     def run(count: int) -> Any:
         torch.set_num_threads(count)

@@ -30,7 +30,7 @@ Mechanisms = Annotated[
 Direction = Annotated[bool | None, typer.Option("--causal/--no-causal", help="Direction. Default: the model's own.")]
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores, fewer if they are busy.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all that it may use; fewer if busy.")]
 Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")]
 Batch = Annotated[int, typer.Option(min=1, help="Batch size.")]
 Seconds = Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is named.")]

@@ -141,9 +141,4 @@ def every(record: Comparison) -> Table:
 
 
 def _warnings(meta: dict[str, Any]) -> list[Words]:
-    warnings = pages.partial(meta, "comparison")
-    load = max((meta.get(when) or [0.0])[0] for when in ("load_average", "load_average_after"))
-    if load > meta["cores"] + 0.5:
-        busy = f"The machine was busy with other work (load {load} on {meta['cores']} cores): times are uncertain."
-        warnings.append(Words(busy, "warn"))
-    return warnings
+    return [*pages.partial(meta, "comparison"), *(Words(words, "warn") for words in meta.get("conditions", []))]

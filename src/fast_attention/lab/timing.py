@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import torch
 
 from fast_attention import clock
 from fast_attention.counting import counted
-from fast_attention.lab import measure
+from fast_attention.lab import inputs, measure, surroundings
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Competitor, Passes, Setting
 from fast_attention.lab.records import Cell, Timed, Times
@@ -19,6 +22,39 @@ from fast_attention.mechanism import Unsupported
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
 PASSES = FEWEST_ROUNDS + 2  # with the one whose memory and operations are counted, and a warm-up
+
+
+@contextmanager
+def by_threads(asked: int | None) -> Iterator[Callable[[], list[str]]]:
+    """Measure by so many threads, or by as many as are useful here; torch has its own number again at the end.
+
+    Args:
+        asked: Threads; None: no more than this process may use.
+
+    Yields:
+        A function that returns a sentence for each thing that a reader of the times must know.
+    """
+    own, usable = torch.get_num_threads(), surroundings.usable_cores()
+    try:
+        inputs.threads(asked or measure.useful_threads())
+        others, words = surroundings.Others(), of_threads(own, asked, usable)
+        yield lambda: [*words, *others.words()]
+    finally:
+        torch.set_num_threads(own)
+
+
+def of_threads(own: int, asked: int | None, usable: int) -> list[str]:
+    """What a reader of the times must know about the number of threads, in a sentence or none.
+
+    Args:
+        own: torch's number of threads before.
+        asked: The number that the user gave.
+        usable: Cores that the process may use.
+    """
+    used, may = torch.get_num_threads(), f"this process may use {usable} core{'s' * (usable > 1)}"
+    if used > usable:
+        return [f"--threads {asked}, and {may}: threads wait for each other, and times are longer."]
+    return [f"torch had {own} threads, and {may}: times are of {used}."] if own > usable else []
 
 
 @dataclass
