@@ -6,6 +6,7 @@ softmax and gradients of a tile at a time, in one parallel region a call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -179,19 +180,19 @@ def operation(reference: Callable[..., Tensor] | None, plans: Plans) -> CustomGr
         if why := core.unavailable():
             raise RuntimeError(f"the compiled core does not serve: {why}")
         plan = plans(q, k, *tables, **settings)
-        out, logs = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        out, sums = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(*q.shape[:-1], 2, dtype=torch.float32)
         call = _arguments(q, k, v, key_mask, numbers, vectors, sinks)
         torch.ops.fast_attention_core.tiles_forward(
-            *call, *plan, first, scale, cap, dropout, seed, four_axes(out), logs
+            *call, *plan, first, scale, cap, dropout, seed, four_axes(out), sums
         )  # fmt: skip
-        return out, (logs,)
+        return out, (sums,)
 
     def backward(
         inputs: tuple[Any, ...], outputs: Tensors, kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...], *,
         scale: float, first: int = 0, cap: float = 0.0, dropout: float = 0.0, seed: int = 0, **settings: Any,
     ) -> Tensors:  # fmt: skip
         (q, k, v, key_mask, numbers, vectors, sinks), tables = inputs[:7], inputs[7:]
-        plan, (logs,), out = plans(q, k, *tables, **settings), kept, outputs[0]
+        plan, (sums,), out = plans(q, k, *tables, **settings), kept, outputs[0]
         assert out is not None
         dq = q.new_empty(q.shape)
         call = _arguments(q, k, v, key_mask, numbers, vectors, sinks)
@@ -206,7 +207,7 @@ def operation(reference: Callable[..., Tensor] | None, plans: Plans) -> CustomGr
             for x in (numbers, vectors)
         )
         torch.ops.fast_attention_core.tiles_backward(
-            *call, *plan, first, scale, cap, dropout, seed, four_axes(out), logs, four_axes(gradient[0]), four_axes(dq),
+            *call, *plan, first, scale, cap, dropout, seed, four_axes(out), sums, four_axes(gradient[0]), four_axes(dq),
             dk, dv, d_numbers, d_vectors,
         )  # fmt: skip
         d_terms = (
@@ -215,7 +216,7 @@ def operation(reference: Callable[..., Tensor] | None, plans: Plans) -> CustomGr
         )
         d_sinks = None
         if sinks is not None and sinks.requires_grad:
-            d_sinks = sink_gradient(sinks, logs, gradient[0], out)
+            d_sinks = sink_gradient(sinks, log_normalisers(sums), gradient[0], out)
         dk, dv = (dx[..., : x.shape[-1]].reshape(x.shape).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
         return dq, dk, dv, None, *d_terms, d_sinks, *(None for _ in tables)
 
@@ -289,6 +290,12 @@ def keeps(seed: int, heads: int, length: int, keys: int, dropout: float) -> Bool
     of_head = mixed(head * golden & word ^ seeds[0])
     of_row = mixed(mixed(row * golden & word ^ of_head[:, None]) ^ seeds[1])
     return mixed(key * golden & word ^ of_row[..., None]) >> 8 < int((1.0 - dropout) * 2**24)
+
+
+def log_normalisers(sums: Float[Tensor, "*batch 2"]) -> Float[Tensor, "*batch"]:
+    """The logarithms of normalisers, from the core's; infinity where a query sees nothing."""
+    logs = (sums[..., 0] + sums[..., 1].log2()).mul_(math.log(2))
+    return logs.masked_fill_(sums[..., 1] == 0, float("inf"))
 
 
 def shares(

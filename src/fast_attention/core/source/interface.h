@@ -34,7 +34,8 @@ struct Range {
 
 struct TilesCall {
   Tokens q, k, v, out;
-  float* logs;  // (batch, heads, length): the logarithms of normalisers; +infinity where a query sees nothing
+  float* sums;  // (batch, heads, length, 2): a query's largest score in units of log 2, and the sum of powers of two of
+                // what its scores are below it: one number for both would lose digits of every weight. 0, 0: it sees none
   int64_t batch, heads, groups, length, keys, width, values;
   const uint8_t* key_mask;  // one byte a key, not 0 where it may be seen; nullptr: all may
   int64_t mask_batch, mask_head;

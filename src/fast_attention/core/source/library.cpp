@@ -83,7 +83,7 @@ T* numbers_of(const Tensor& x) {
 TilesCall tiles_call(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
                      const MaybeTensor& numbers, const MaybeTensor& vectors, const MaybeTensor& sinks,
                      const Tensor& tiles, const Tensor& ranges, int64_t first_offset, double scale, double cap,
-                     double dropout, int64_t seed, const Tensor& out, const Tensor& logs) {
+                     double dropout, int64_t seed, const Tensor& out, const Tensor& sums) {
   TilesCall c{};
   c.q = tokens(q), c.k = tokens(k), c.v = tokens(v), c.out = tokens(out);
   c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3);
@@ -93,8 +93,8 @@ TilesCall tiles_call(const Tensor& q, const Tensor& k, const Tensor& v, const Ma
                   "heads do not fit");
   STD_TORCH_CHECK(out.size(0) == c.batch && out.size(1) == c.heads && out.size(2) == c.length && out.size(3) == c.values,
                   "the output does not fit");
-  STD_TORCH_CHECK(logs.numel() == c.batch * c.heads * c.length, "the normalisers do not fit");
-  c.logs = numbers_of<float>(logs);
+  STD_TORCH_CHECK(sums.numel() == 2 * c.batch * c.heads * c.length, "the normalisers do not fit");
+  c.sums = numbers_of<float>(sums);
   if (key_mask) {
     STD_TORCH_CHECK(key_mask->dim() == 3 && key_mask->size(0) == c.batch && key_mask->size(1) == c.heads &&
                         key_mask->size(2) == c.keys && (key_mask->stride(2) == 1 || c.keys <= 1),
@@ -134,20 +134,20 @@ TilesCall tiles_call(const Tensor& q, const Tensor& k, const Tensor& v, const Ma
 void tiles_forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
                    const MaybeTensor& numbers, const MaybeTensor& vectors, const MaybeTensor& sinks,
                    const Tensor& tiles, const Tensor& ranges, int64_t first_offset, double scale, double cap,
-                   double dropout, int64_t seed, const Tensor& out, const Tensor& logs) {
+                   double dropout, int64_t seed, const Tensor& out, const Tensor& sums) {
   const TilesCall c = tiles_call(q, k, v, key_mask, numbers, vectors, sinks, tiles, ranges, first_offset, scale, cap,
-                                 dropout, seed, out, logs);
+                                 dropout, seed, out, sums);
   kernels->tiles_forward(c, pool());
 }
 
 void tiles_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
                     const MaybeTensor& numbers, const MaybeTensor& vectors, const MaybeTensor& sinks,
                     const Tensor& tiles, const Tensor& ranges, int64_t first_offset, double scale, double cap,
-                    double dropout, int64_t seed, const Tensor& out, const Tensor& logs, const Tensor& grad_out,
+                    double dropout, int64_t seed, const Tensor& out, const Tensor& sums, const Tensor& grad_out,
                     const Tensor& dq, const Tensor& dk, const Tensor& dv, const MaybeTensor& d_numbers,
                     const MaybeTensor& d_vectors) {
   const TilesCall c = tiles_call(q, k, v, key_mask, numbers, vectors, sinks, tiles, ranges, first_offset, scale, cap,
-                                 dropout, seed, out, logs);
+                                 dropout, seed, out, sums);
   TilesGradients d{};
   d.grad_out = tokens(grad_out), d.dq = tokens(dq);
   d.dk = numbers_of<float>(dk), d.dv = numbers_of<float>(dv);
@@ -174,8 +174,8 @@ STABLE_TORCH_LIBRARY(fast_attention_core, m) {
 #define TILES                                                                                                    \
   "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? numbers, Tensor? vectors, Tensor? sinks, Tensor tiles, " \
   "Tensor ranges, int first_offset, float scale, float cap, float dropout, int seed, "
-  m.def("tiles_forward(" TILES "Tensor(a!) out, Tensor(b!) logs) -> ()");
-  m.def("tiles_backward(" TILES "Tensor out, Tensor logs, Tensor grad_out, Tensor(a!) dq, Tensor(b!) dk, "
+  m.def("tiles_forward(" TILES "Tensor(a!) out, Tensor(b!) sums) -> ()");
+  m.def("tiles_backward(" TILES "Tensor out, Tensor sums, Tensor grad_out, Tensor(a!) dq, Tensor(b!) dk, "
         "Tensor(c!) dv, Tensor(d!)? d_numbers, Tensor(e!)? d_vectors) -> ()");
 #undef TILES
 }

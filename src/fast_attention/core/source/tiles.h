@@ -1,6 +1,6 @@
 // Softmax attention of tiles: some queries and the keys that they see, given as ranges of keys (interface.h).
 //
-// out_i = sum_j P_ij v_j, P_ij = exp(s_ij - logs_i), s_ij = scale q_i k_j + number[j - i], logs_i = log sum_j exp(s_ij).
+// out_i = sum_j P_ij v_j, P_ij = exp(s_ij) / sum_j exp(s_ij), s_ij = scale q_i k_j + number[j - i].
 // Scores are kept in units of log 2, so that an exponential is a power of two.
 #pragma once
 #include <vector>
@@ -32,7 +32,7 @@ struct Rows {
 
 struct Scratch {
   Buffer q, out, top, total, panels, value_panels, values, keys, scores, gradients, slopes, row, numbers, d_numbers,
-      vectors, products, vector_panel, d_products, d_vectors, key_bias, flags, grad, dq, inner, logs;
+      vectors, products, vector_panel, d_products, d_vectors, key_bias, flags, grad, dq, inner;
   std::vector<Run> runs;
   std::vector<Rows> groups;
 };
@@ -398,10 +398,11 @@ inline void forward_item(const TilesCall& c, const Item& item) {
         }
     }
   }
-  float* logs = c.logs + (item.batch * c.heads + item.head) * c.length + work.row0;
+  float* sums = c.sums + ((item.batch * c.heads + item.head) * c.length + work.row0) * 2;
   for (int64_t i = 0; i < rows; ++i) {
     const bool none = total[i] == 0.0f;
-    logs[i] = none ? INFINITE : (top[i] + std::log2(total[i])) * LN2;
+    sums[2 * i] = none ? 0.0f : top[i];
+    sums[2 * i + 1] = total[i];
     write_row(c.out, work.query(c.out, work.row0 + i), c.values, none ? 0.0f : 1.0f / total[i], out + i * value_row);
   }
 }
@@ -434,19 +435,19 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
   work.direct_keys = c.k.kind == FLOAT32 && c.width % W == 0;
   if (!work.direct_keys) work.copied_keys = m.keys.floats(chunk * width_row);
   float *grad = m.grad.floats(rows * value_row), *dq = m.dq.floats(rows * width_row);
-  float *inner = m.inner.floats(rows), *logs = m.logs.floats(rows), *slopes = m.gradients.floats(MOST_ROWS * work.score_row);
+  float *inner = m.inner.floats(rows), *slopes = m.gradients.floats(MOST_ROWS * work.score_row);
   float* slope = c.cap > 0.0f ? m.slopes.floats(MOST_ROWS * work.score_row) : nullptr;
   std::memset(dq, 0, static_cast<size_t>(rows * width_row) * 4);
-  const float* of_call = c.logs + (item.batch * c.heads + item.head) * c.length + work.row0;
+  const float* sums = c.sums + ((item.batch * c.heads + item.head) * c.length + work.row0) * 2;
   for (int64_t i = 0; i < rows; ++i) {
     float* line = grad + i * value_row;
     read_row(d.grad_out, work.query(d.grad_out, work.row0 + i), c.values, value_row, 1.0f, line);
     read_row(c.out, work.query(c.out, work.row0 + i), c.values, c.values, 1.0f, work.row);
-    float product = 0.0f;
-    for (int64_t e = 0; e < c.values; ++e) product += line[e] * work.row[e];
-    inner[i] = product;
-    logs[i] = of_call[i] * LOG2E;
+    double product = 0.0;
+    for (int64_t e = 0; e < c.values; ++e) product += static_cast<double>(line[e]) * work.row[e];
+    inner[i] = static_cast<float>(product);
   }
+  float products[MOST_ROWS];  // sum_j P_ij dP_ij
   const int64_t head_keys = (item.batch * c.groups + work.group) * c.keys;
   float* d_numbers = nullptr;
   if (d.d_numbers != nullptr) d_numbers = m.d_numbers.floats(work.offset_row);
@@ -461,6 +462,8 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
       work.find_groups(tile);
       work.write_scores(tile, slope);
       const int64_t number = tile.row_end - tile.row, groups = work.groups_of_run, at = tile.row - work.row0;
+      const bool is_whole = c.ranges[tile.range].first >= first && c.ranges[tile.range_end - 1].end <= first + chunk;
+      for (int64_t i = 0; i < number; ++i) products[i] = is_whole ? 0.0f : inner[at + i];
       for (size_t r = 0; r < m.runs.size(); ++r) {
         const Run& run = m.runs[r];
         for (int64_t p = run.low; p < run.high; p += PANEL) {  // dP = dO V^T
@@ -474,6 +477,26 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
                             slopes + first_row * work.score_row + p, work.score_row, false);
           }
         }
+        for (int64_t i = 0; i < number; ++i) {  // P and dP, in place of scores and dO V^T
+          const Rows& hull = m.groups[r * groups + i / ROWS];
+          float *line = work.scores + i * work.score_row, *slope_line = slopes + i * work.score_row;
+          const float top = sums[2 * (at + i)], total = sums[2 * (at + i) + 1];
+          const float share = total > 0.0f ? 1.0f / total : 0.0f;
+          const uint32_t hash = c.dropout > 0.0f ? work.hash_of_row(tile.row + i) : 0;
+          Vec added = {};
+          for (int64_t j = hull.low; j < hull.high; j += W) {
+            const Vec weight = exp2(load(line + j) - top) * share;
+            Vec dp = weight > 0.0f ? load(slope_line + j) : Vec{};
+            if (c.dropout > 0.0f) dp *= work.kept(hash, first + j);
+            added += weight * dp;
+            store(line + j, weight);
+            store(slope_line + j, dp);
+          }
+          if (is_whole) products[i] += sum(added);  // so rows of dS add up to 0 as nearly as can be
+        }
+      }
+      for (size_t r = 0; r < m.runs.size(); ++r) {
+        const Run& run = m.runs[r];
         if (d_numbers != nullptr) std::memset(d_numbers, 0, static_cast<size_t>(run.high - run.low + number + W) * 4);
         int64_t run_low = run.high, run_high = run.low;
         for (int64_t g = 0; g < groups; ++g) {
@@ -483,19 +506,16 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
           if (hull.high > run_high) run_high = hull.high;
         }
         if (run_low >= run_high) continue;
-        for (int64_t i = 0; i < number; ++i) {  // P and dS, in place of scores and dP; zeros beyond the row's group
+        for (int64_t i = 0; i < number; ++i) {  // dS in place of dP, and what dropout keeps of P; zeros beyond the group
           const Rows& hull = m.groups[r * groups + i / ROWS];
           float *line = work.scores + i * work.score_row, *slope_line = slopes + i * work.score_row;
-          const float log = logs[at + i], product = inner[at + i];
           const int64_t low = hull.low < hull.high ? hull.low : run_high, high = hull.low < hull.high ? hull.high : run_high;
           for (int64_t j = run_low; j < low; j += W) store(line + j, Vec{}), store(slope_line + j, Vec{});
           const uint32_t hash = c.dropout > 0.0f ? work.hash_of_row(tile.row + i) : 0;
           for (int64_t j = low; j < high; j += W) {
-            const Vec weight = exp2(load(line + j) - log), dp = load(slope_line + j);
-            const Vec kept = c.dropout > 0.0f ? work.kept(hash, first + j) : all(1.0f);
-            const Vec ds = weight > 0.0f ? weight * (dp * kept - product) * LN2 : Vec{};  // queries have log2 e
-            store(line + j, weight * kept);
-            store(slope_line + j, ds);
+            const Vec weight = load(line + j);
+            store(slope_line + j, weight * (load(slope_line + j) - products[i]) * LN2);  // queries have log2 e
+            if (c.dropout > 0.0f) store(line + j, weight * work.kept(hash, first + j));
           }
           for (int64_t j = high; j < run_high; j += W) store(line + j, Vec{}), store(slope_line + j, Vec{});
           if (d_numbers != nullptr) {

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from fast_attention import packed
-from fast_attention.engine import heads
+from fast_attention import core, packed
+from fast_attention.engine import heads, tiles
 from fast_attention.engine.fused import keyed_attention
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows
 from fast_attention.integrations.attention import HARMLESS, SINKS
 from fast_attention.integrations.exact import masks, mode
-from fast_attention.integrations.exact.soft_caps import capped_attention
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.local import local_attention
@@ -86,7 +85,7 @@ def attention(
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if seen is None:
         return original(attention_mask)
-    if not {*changes} <= {*SERVED} or (cap is not None and len(changes) > 1) or _runs_apart(seen, query, key):
+    if not {*changes} <= {*SERVED} or _runs_apart(seen, query, key) or (cap is not None and core.unavailable()):
         return original(seen.dense())
     bias = None if positions is None or positions.layer is None else positions
     dropped = dropout if module.training else 0.0
@@ -117,7 +116,7 @@ def attend(
         dropout: Probability with which an attention weight is dropped.
         sinks: A score of each head that takes weight and has no value.
         bias: What scores gain by the offset of the key, its position in a text less the query's.
-        cap: A soft cap on scores, without sinks and bias.
+        cap: A soft cap on scores.
     """
     call = functools.partial(_one_text, seen=seen, scale=scale, dropout=dropout, sinks=sinks, bias=bias, cap=cap)
     packing, kept, kept_queries = seen.packing, None, None
@@ -174,30 +173,35 @@ def _one_text(
     sinks: Tensor | None, bias: Positions | None, cap: float | None,
 ) -> Tensor:  # fmt: skip
     """Attention of texts of equal length, (B, H, L, E), each of which is one row."""
-    back, ahead, keys, causal = seen.back, seen.ahead, k.shape[-2], seen.is_causal
+    back, ahead, (length, keys), causal = seen.back, seen.ahead, (q.shape[-2], k.shape[-2]), seen.is_causal
     right = 0 if causal else keys - 1 if ahead is None else ahead
-    is_whole = (back is None or back >= keys - 1) and (causal or ahead is None or ahead >= q.shape[-2] - 1)
-    if cap is not None:
-        sides = {"back": None if is_whole else back, "ahead": 0 if causal else None if is_whole else ahead}
-        return capped_attention(q, k, v, cap=cap, scale=scale, dropout=dropout, **sides)
-    by_key = getattr(bias, "by_key", None)
-    if by_key is not None and is_whole and causal and q.shape[-2] == keys and not dropout:
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
-        out = keyed_attention(q, k, v, by_key(keys), scale=factor)
-        if out is not None:
-            return out
-    if is_whole and sinks is None and bias is None and (not causal or q.shape[-2] == keys):
+    left = keys - 1 if back is None else back
+    is_whole = left >= keys - 1 and (causal or ahead is None or ahead >= length - 1)
+    if is_whole and sinks is None and bias is None and cap is None and (not causal or length == keys):
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(
             q, k, v, is_causal=causal and keys > 1, scale=scale, dropout_p=dropout, enable_gqa=grouped
         )
+    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    terms = (None, None)
+    if not tiles.unsupported(q, k, v):
+        if bias is not None:
+            terms = bias(torch.arange(1 - length, keys) - (keys - length))
+        settings: Any = {"left": left, "right": right, "first": 1 - length, "scale": factor, "cap": float(cap or 0.0)}
+        if dropout:
+            settings |= {"dropout": dropout, "seed": int(torch.randint(2**62, ()))}
+        return _compiled(q, k, v, None, *terms, sinks, **settings)
+    by_key = getattr(bias, "by_key", None)
+    if by_key is not None and is_whole and causal and length == keys and not dropout:
+        out = keyed_attention(q, k, v, by_key(keys), scale=factor)
+        if out is not None:
+            return out
 
     def run(q: Tensor, k: Tensor, v: Tensor, key_mask: None = None) -> Tensor:
         if is_whole:
             return softmax_attention(q, k, v, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks, bias=bias)
-        window = (keys - 1 if back is None else back, right)
         return local_attention(
-            q, k, v, window=window, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks, bias=bias
+            q, k, v, window=(left, right), is_causal=causal, scale=scale, dropout=dropout, sinks=sinks, bias=bias
         )  # fmt: skip
 
     k, v = heads.repeated(q.shape[1], k=k, v=v)
@@ -205,6 +209,13 @@ def _one_text(
     if is_plain and back is not None and q.dtype.itemsize < 4 and not (torch.is_grad_enabled() and q.requires_grad):
         return overlapping_windows(q, k, v, back=back, ahead=right, scale=scale)
     return run(q, k, v)
+
+
+def _plan(q: Tensor, k: Tensor, *, left: int, right: int) -> tiles.Plan:
+    return tiles.window(q.shape[-2], k.shape[-2], left, right)
+
+
+_compiled = tiles.operation(None, _plan)
 
 
 def overlapping_windows(q: Tensor, k: Tensor, v: Tensor, *, back: int, ahead: int, scale: float | None) -> Tensor:
