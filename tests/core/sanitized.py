@@ -1,7 +1,8 @@
-"""Runs the operations of the core under AddressSanitizer and UBSan (``make sanitize``): ``python -m tests.core.sanitized``.
+"""Runs the core under AddressSanitizer and UBSan: ``python -m tests.core.sanitized`` (``make sanitize``).
 
-The process builds the core with both into ``build/sanitized`` and starts this file again where the sanitizers are loaded
-before everything else. Whatever they find ends the process with their report.
+The process builds the core with both into ``build/sanitized`` and starts this file again in a process that loads the
+sanitizers first. Whatever they find ends it with their report. An operation that is registered and not called here is
+an error too.
 """
 
 from __future__ import annotations
@@ -11,23 +12,28 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from fast_attention import core
 from fast_attention.core import building
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "build" / "sanitized" / core.FILE.name
-LENGTHS = (1, 5, 47, 49, 333)
-HEADS = ((1, 1), (3, 7), (96, 64))  # how many, and their size
-# Settings of the mechanisms that the core computes, small enough for several tiles at these lengths.
-MECHANISMS = (
-    "Local(window=8)",
-    "Local(window=64)",
-    "LinearAttention()",
-    "FavorPlus(num_features=24)",
-    "LSH(bucket_size=8)",
-)
+ABOUT_ITSELF = {"stamp", "use_width"}  # operations that read no tensors
+# Heads, groups of keys, length, numbers of a key and of a value.
+SIZES = [
+    (1, 1, 1, 1, 1), (2, 1, 5, 3, 7), (96, 96, 5, 16, 16), (1, 1, 47, 256, 1), (4, 2, 49, 17, 33), (3, 3, 333, 64, 64),
+    (1, 1, 1500, 64, 64),
+]  # fmt: skip
+CALLS = [  # dtype, window, whether it is causal
+    (torch.float32, 0, True), (torch.bfloat16, 3, False), (torch.float16, 64, True), (torch.float32, 90, False),
+]  # fmt: skip
+called: set[str] = set()
 
 
 def build() -> int:
@@ -43,37 +49,77 @@ def build() -> int:
         **os.environ,
         core.VARIABLE: str(FILE),
         "LD_PRELOAD": " ".join(libraries),
-        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",  # Python itself keeps memory until the end
-        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself keeps memory until the end
+        "UBSAN_OPTIONS": "print_stacktrace=1",
         "OMP_NUM_THREADS": "3",
     }
     return subprocess.run([sys.executable, "-m", "tests.core.sanitized", "run"], cwd=ROOT, env=surroundings).returncode
 
 
 def main() -> int:
-    """Call every mechanism that the core computes, with gradients, at awkward sizes and with each width."""
-    import torch
-
-    from fast_attention import attention
-    from fast_attention.engine import dispatch
-
-    torch.manual_seed(0)
+    """Call every operation at awkward sizes, with the vectors of every width that this processor has."""
     ctypes.CDLL(None)["__asan_init"]  # an AttributeError: the sanitizer is not there
     if reason := core.unavailable():
         print(f"the sanitized core does not serve: {reason}")
         return 1
-    calls = 0
-    widths = [width for width in building.ALL if width <= core.native_width()]
-    for width, name, length, (heads, size), causal in itertools.product(
-        widths, MECHANISMS, LENGTHS, HEADS, (False, True)
-    ):
-        torch.ops.fast_attention_core.use_width(width)
-        q, k, v = torch.randn(3, 1, heads, length, size, requires_grad=True)
-        with dispatch.recorded() as steps:
-            attention(q, k, v, name, is_causal=causal).sum().backward()
-        calls += any(step.path.startswith(dispatch.CORE) for step in steps)
-    print(f"{calls} calls of the core under the sanitizers, vectors of {', '.join(map(str, widths))} numbers")
+    torch.manual_seed(0)
+    start, widths = time.monotonic(), [width for width in building.ALL if width <= core.native_width()]
+    for width in widths:
+        assert torch.ops.fast_attention_core.use_width(width) == width
+        for size, (dtype, window, causal) in itertools.product(SIZES, CALLS):
+            tiles(*size, dtype, window, causal)
+    registered = {
+        each.split("::")[1] for each in torch._C._dispatch_get_all_op_names() if "fast_attention_core::" in each
+    }
+    assert called == registered - ABOUT_ITSELF, f"not called: {registered - ABOUT_ITSELF - called}"
+    took, names, vectors = time.monotonic() - start, ", ".join(sorted(called)), ", ".join(map(str, widths))
+    print(f"{names}: nothing found in {took:.0f} s, with vectors of {vectors} numbers")
     return 0
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call an operation of the core."""
+    called.add(name)
+    getattr(torch.ops.fast_attention_core, name)(*arguments)
+
+
+def poisoned(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An output: NaN where nothing is written."""
+    return torch.full(sizes, float("nan"), dtype=dtype)
+
+
+def tiles(
+    heads: int, groups: int, length: int, width: int, values: int, dtype: torch.dtype, window: int, causal: bool
+) -> None:
+    """Windows, forward and backward, with padding, biases by offset, sinks and capped scores."""
+    batch, most = 2, 48
+    q = torch.randn(batch, heads, length, width).to(dtype)
+    k = torch.randn(batch, groups, length, width).to(dtype)
+    v, grad_out = (
+        torch.randn(batch, groups, length, values).to(dtype),
+        torch.randn(batch, heads, length, values).to(dtype),
+    )
+    ahead = 0 if causal else window
+    rows = [(row, min(row + most, length)) for row in range(0, length, most)]
+    tile = torch.tensor([[[(row, end, i, i + 1) for i, (row, end) in enumerate(rows)]]], dtype=torch.int32)
+    ranges = torch.tensor(
+        [(max(row - window, 0), min(end + ahead, length), -window, ahead) for row, end in rows], dtype=torch.int32
+    )
+    padding = torch.rand(batch, heads, length) < 0.7
+    numbers, sinks = torch.randn(heads, window + ahead + 1), torch.randn(heads)
+    for key_mask, bias, sink, cap in ((None, None, None, 0.0), (padding, numbers, sinks, 5.0)):
+        out, logs = poisoned(batch, heads, length, values, dtype=dtype), poisoned(batch, heads, length)
+        given = (q, k, v, key_mask, bias, sink, tile, ranges, -window, width**-0.5, cap, out, logs)
+        call("tiles_forward", *given)
+        assert out.isfinite().all()
+        assert not logs.isnan().any()
+        dq = poisoned(*q.shape, dtype=dtype)
+        dk, dv = (
+            torch.zeros(batch, groups, length, -(-numbers_of_one // 16) * 16) for numbers_of_one in (width, values)
+        )
+        d_numbers = None if bias is None else torch.zeros(batch, *bias.shape)
+        call("tiles_backward", *given, grad_out, dq, dk, dv, d_numbers)
+        assert all(x.isfinite().all() for x in (dq, dk, dv))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ WIDTHS = {
 ALL = tuple(WIDTHS) if X86 else (4,)  # the narrowest is in every file
 COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
 FAST = ["-O3", "-DNDEBUG"]
-SANITIZED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZED = ["-O2", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # the file serves torch 2.11 and every later one
 
 
