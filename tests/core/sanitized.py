@@ -103,13 +103,19 @@ def tiles(
     rows = [(row, min(row + most, length)) for row in range(0, length, most)]
     tile = torch.tensor([[[(row, end, i, i + 1) for i, (row, end) in enumerate(rows)]]], dtype=torch.int32)
     ranges = torch.tensor(
-        [(max(row - window, 0), min(end + ahead, length), -window, ahead) for row, end in rows], dtype=torch.int32
+        [(max(row - window, 0), min(end + ahead, length), -window, ahead, 0) for row, end in rows], dtype=torch.int32
     )
     padding = torch.rand(batch, heads, length) < 0.7
     numbers, sinks = torch.randn(heads, window + ahead + 1), torch.randn(heads)
-    for key_mask, bias, sink, cap in ((None, None, None, 0.0), (padding, numbers, sinks, 5.0)):
+    vectors = torch.randn(*numbers.shape, width)
+    for key_mask, bias, by_offset, sink, cap, dropout in (
+        (None, None, None, None, 0.0, 0.0),
+        (padding, numbers, None, sinks, 5.0, 0.3),
+        (padding, numbers, vectors, None, 0.0, 0.0),
+    ):
         out, logs = poisoned(batch, heads, length, values, dtype=dtype), poisoned(batch, heads, length)
-        given = (q, k, v, key_mask, bias, sink, tile, ranges, -window, width**-0.5, cap, out, logs)
+        terms = (key_mask, bias, by_offset, sink)
+        given = (q, k, v, *terms, tile, ranges, -window, width**-0.5, cap, dropout, 7, out, logs)
         call("tiles_forward", *given)
         assert out.isfinite().all()
         assert not logs.isnan().any()
@@ -117,8 +123,8 @@ def tiles(
         dk, dv = (
             torch.zeros(batch, groups, length, -(-numbers_of_one // 16) * 16) for numbers_of_one in (width, values)
         )
-        d_numbers = None if bias is None else torch.zeros(batch, *bias.shape)
-        call("tiles_backward", *given, grad_out, dq, dk, dv, d_numbers)
+        slopes = [None if x is None else torch.zeros(batch, *x.shape) for x in (bias, by_offset)]
+        call("tiles_backward", *given, grad_out, dq, dk, dv, *slopes)
         assert all(x.isfinite().all() for x in (dq, dk, dv))
 
 
