@@ -48,9 +48,15 @@ def calls_work() -> None:
 
 def core_serves(expected: bool) -> None:
     """The compiled core serves where it was installed or built, and its absence has a reason."""
-    from fast_attention import core
+    import torch
+
+    from fast_attention import attention, core
 
     assert (core.unavailable() == "") == expected, core.unavailable()
+    if expected:
+        q, k, v = torch.randn(3, 1, 2, 40, 16)
+        out, wanted = (attention(q, k, v, "Local(window=8)", impl=impl) for impl in ("core", "reference"))
+        torch.testing.assert_close(out, wanted)
 
 
 def commands_work(extras: set[str]) -> None:

@@ -61,8 +61,8 @@ def make(file: Path, widths: str, sanitize: bool) -> int:
         print(f"the compiled core was not built: {error}. The reference runs in its place")
         return 1
     vectors = ", ".join(str(width) for width in chosen)
-    took, size = time.monotonic() - start, file.stat().st_size / 1000
-    print(f"built the compiled core in {took:.0f} s: {file}, {size:.0f} KB, vectors of {vectors} numbers")
+    seconds, size = time.monotonic() - start, file.stat().st_size / 1000
+    print(f"built the compiled core in {seconds:.0f} s: {file}, {size:.0f} KB, vectors of {vectors} numbers")
     return 0
 
 
