@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fast_attention import core
 from fast_attention.core import building
+from fast_attention.engine import tiles as engine_tiles
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "build" / "sanitized" / core.FILE.name
@@ -92,7 +93,7 @@ def tiles(
     heads: int, groups: int, length: int, width: int, values: int, dtype: torch.dtype, window: int, causal: bool
 ) -> None:
     """Windows, forward and backward, with padding, biases by offset, sinks and capped scores."""
-    batch, most = 2, 48
+    batch = 2
     q = torch.randn(batch, heads, length, width).to(dtype)
     k = torch.randn(batch, groups, length, width).to(dtype)
     v, grad_out = (
@@ -100,11 +101,7 @@ def tiles(
         torch.randn(batch, heads, length, values).to(dtype),
     )
     ahead = 0 if causal else window
-    rows = [(row, min(row + most, length)) for row in range(0, length, most)]
-    tile = torch.tensor([[[(row, end, i, i + 1) for i, (row, end) in enumerate(rows)]]], dtype=torch.int32)
-    ranges = torch.tensor(
-        [(max(row - window, 0), min(end + ahead, length), -window, ahead, 0) for row, end in rows], dtype=torch.int32
-    )
+    plan = engine_tiles.window(length, length, window, ahead)
     padding = torch.rand(batch, heads, length) < 0.7
     numbers, sinks = torch.randn(heads, window + ahead + 1), torch.randn(heads)
     vectors = torch.randn(*numbers.shape, width)
@@ -115,7 +112,7 @@ def tiles(
     ):
         out, logs = poisoned(batch, heads, length, values, dtype=dtype), poisoned(batch, heads, length)
         terms = (key_mask, bias, by_offset, sink)
-        given = (q, k, v, *terms, tile, ranges, -window, width**-0.5, cap, dropout, 7, out, logs)
+        given = (q, k, v, *terms, plan.tiles, plan.ranges, -window, width**-0.5, cap, dropout, 7, out, logs)
         call("tiles_forward", *given)
         assert out.isfinite().all()
         assert not logs.isnan().any()
