@@ -3,22 +3,36 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Bytecode is kept even where the environment says otherwise: tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE =
+# The compiled core, where there is a compiler and the sources changed. Everything runs without it: one line says so.
+CORE := python -m fast_attention.core build || true
 TWO := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all kernels oracles faults fuzz test-compiled lint docs bench gpu clean \
+.PHONY: demo test test-all core sanitize wheel kernels oracles faults fuzz test-compiled lint docs bench gpu clean \
 	test-wheel test-peers test-ray test-transformers test-torch test-torch-oldest test-torch-newest
 
 demo: .venv/demo
+	@$(BIN)/$(CORE)
 	$(BIN)/fast-attention compare --out report
 
 # What a change most often breaks, in five minutes on two cores. CONTRIBUTING.md says what belongs here.
 test: .venv/dev
+	@$(BIN)/$(CORE)
 	$(TWO) -m "not slow"
 
 # Everything that CI runs, in twenty.
 test-all: .venv/dev lint
+	@$(BIN)/$(CORE)
 	$(TWO) --deselect tests/test_oracles.py::test_heads_and_sequences
-	$(MAKE) kernels oracles docs
+	$(MAKE) kernels oracles sanitize docs
+
+# The compiled core, and whether it serves. It fails where it cannot be built.
+core: .venv/demo
+	@$(BIN)/python -m fast_attention.core build
+	@$(BIN)/python -m fast_attention.core
+
+# Every operation of the core under AddressSanitizer and UBSan, in a build of its own.
+sanitize: .venv/dev
+	$(BIN)/python -m tests.core.sanitized
 
 # Triton kernels without a GPU: run by Triton's interpreter, and compiled for three generations of GPUs.
 kernels: .venv/dev
@@ -53,6 +67,7 @@ docs: .venv/dev
 
 # Ours, exact attention and published packages side by side (benchmarks/README.md). BENCH adds options, such as --resume.
 bench: .venv-bench/ready
+	@.venv-bench/bin/$(CORE)
 	.venv-bench/bin/python -m benchmarks.bench --vs-peers --decode --lengths 64 128 256 512 1024 2048 4096 16384 \
 		--memory-lengths 1024 4096 16384 65536 --peers-to 4096 --patience 5 --out out/bench $(BENCH)
 	.venv-bench/bin/python benchmarks/keep.py out/bench/bench.json
@@ -61,9 +76,15 @@ bench: .venv-bench/ready
 gpu:
 	tools/gpu.sh $(PYTHON)
 
-# The rest has an environment each. The wheel in an empty one; PYTHON takes another: make test-wheel PYTHON=python3.13
+# Two wheels: of every platform, without the compiled core, and of this one, with it. Installers prefer the second.
+wheel: .venv/dev
+	$(BIN)/python -m build --no-isolation --wheel --outdir dist
+	HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/python -m build --no-isolation --wheel --outdir dist
+
+# The rest has an environment each. Both wheels in empty ones; PYTHON takes another, TORCHES adds releases of torch:
+# make test-wheel PYTHON=python3.13 TORCHES="2.11.0 2.14.1"
 test-wheel: .venv/dev
-	tools/wheel.sh $(PYTHON)
+	tools/wheel.sh $(PYTHON) $(TORCHES)
 
 # The laws against five published packages; the example for Ray Train.
 test-peers: .venv-peers/ready
@@ -82,6 +103,7 @@ test-transformers: .venv-transformers/ready
 TESTS ?= tests
 test-torch: test-torch-oldest test-torch-newest
 test-torch-oldest test-torch-newest: test-%: .venv-%/ready
+	@.venv-$*/bin/$(CORE)
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -n 2 --dist worksteal -p no:cacheprovider $(TESTS)
 
 .venv-%/ready: pyproject.toml constraints.txt tools/venv.sh
@@ -91,4 +113,4 @@ test-torch-oldest test-torch-newest: test-%: .venv-%/ready
 	tools/venv.sh $(PYTHON) $*
 
 clean:
-	rm -rf .venv .venv-* report out build dist .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* report out build dist .pytest_cache .ruff_cache src/fast_attention/core/_core.*.so

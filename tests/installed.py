@@ -1,5 +1,5 @@
-"""Tries an installed wheel: ``python -I tests/installed.py [EXTRA ...]``, where the extras named are there too;
-``--extras`` prints those that it has.
+"""Tries an installed wheel: ``python -I tests/installed.py [core] [EXTRA ...]``, where the compiled core and the extras
+named are there too; ``--extras`` prints those that it has.
 
 ``make test-wheel`` runs it in an empty environment, ``test_wheel.py`` in that of the tests. A plain script: no pytest.
 """
@@ -46,6 +46,19 @@ def calls_work() -> None:
     print(f"{here}: {fast_attention.__version__}, Python {sys.version.split()[0]}, torch {torch.__version__}")
 
 
+def core_serves(expected: bool) -> None:
+    """The compiled core serves where it was installed or built, and its absence has a reason."""
+    import torch
+
+    from fast_attention import attention, core
+
+    assert (core.unavailable() == "") == expected, core.unavailable()
+    if expected:
+        q, k, v = torch.randn(3, 1, 2, 40, 16)
+        out, wanted = (attention(q, k, v, "Local(window=8)", impl=impl) for impl in ("core", "reference"))
+        torch.testing.assert_close(out, wanted)
+
+
 def commands_work(extras: set[str]) -> None:
     """Commands whose extra is there work; the first that is not is named in one line, with what to install."""
     for extra in COMMANDS.keys() & extras:
@@ -72,5 +85,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--extras"]:
         print(*metadata.metadata("fast-attention").get_all("Provides-Extra") or [])
     else:
+        parts = {*sys.argv[1:]}
         calls_work()
-        commands_work({*sys.argv[1:]})
+        core_serves("core" in parts)
+        commands_work(parts - {"core"})

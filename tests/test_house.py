@@ -27,6 +27,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # From the ground up: a file imports only from floors below its own, or from its own folder.
 FLOORS = [
     ["value", "expressions", "files", "known_names", "extras", "cache_argument", "allocator"],
+    ["core"],
     ["engine"],
     ["feature_maps"],
     ["gpu"],

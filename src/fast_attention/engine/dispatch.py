@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from fast_attention import core
 from fast_attention.engine.tracing import exporting, symbolic, traced, wrapped
 
-Implementation = Literal["auto", "reference", "triton"]
+Implementation = Literal["auto", "reference", "core", "triton"]
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # it is not imported here
 HALVES_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -109,11 +110,14 @@ def on_gpu(x: Tensor) -> bool:
 
 @contextmanager
 def implementation(name: Implementation) -> Iterator[None]:
-    """Let eager calls inside run by ``"auto"``, what is fastest; ``"reference"``, plain operations; or ``"triton"``.
+    """Choose what eager calls inside run: ``"auto"``, ``"reference"``, ``"core"`` or ``"triton"``.
+
+    ``"auto"`` is the fastest that can, ``"reference"`` plain operations, ``"core"`` the compiled core for CPUs and
+    ``"triton"`` a kernel for GPUs.
 
     Raises:
         ValueError: No such implementation.
-        NotImplementedError: With ``"triton"``, at the end: no Triton kernel ran; the message says why.
+        NotImplementedError: With ``"core"`` or ``"triton"``, at the end: it did not run; the message says why.
     """
     if name not in get_args(Implementation):
         raise ValueError(f"impl={name!r}: choose one of {', '.join(get_args(Implementation))}")
@@ -125,11 +129,21 @@ def implementation(name: Implementation) -> Iterator[None]:
         _asked.reset(token)
     for step in steps:
         record(step.path, step.why, **step.sizes)
-    if name == "triton" and not any(step.path.startswith(KERNEL) for step in steps):
-        reasons = "; ".join(dict.fromkeys(f"{step.path}: {step.why}" for step in steps)) or "no path has one"
+    if name == "core" and not any(step.path.startswith(CORE) for step in steps):
         raise NotImplementedError(
-            f"impl='triton' was asked for and no Triton kernel ran ({reasons}); impl='auto' runs the fastest that can"
+            f"impl='core' was asked for and the compiled core did not run ({core.unavailable() or _reasons(steps)}); "
+            "impl='auto' runs the fastest that can"
         )
+    if name == "triton" and not any(step.path.startswith(KERNEL) for step in steps):
+        raise NotImplementedError(
+            f"impl='triton' was asked for and no Triton kernel ran ({_reasons(steps)}); "
+            "impl='auto' runs the fastest that can"
+        )
+
+
+def _reasons(steps: list[Step]) -> str:
+    """What ran instead, and why."""
+    return "; ".join(dict.fromkeys(f"{step.path}: {step.why}" for step in steps)) or "no path has one"
 
 
 def record(path: str, why: str, **sizes: int) -> None:

@@ -1,0 +1,129 @@
+"""Runs the core under AddressSanitizer and UBSan: ``python -m tests.core.sanitized`` (``make sanitize``).
+
+The process builds the core with both into ``build/sanitized`` and starts this file again in a process that loads the
+sanitizers first. Whatever they find ends it with their report. An operation that is registered and not called here is
+an error too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_attention import core
+from fast_attention.core import building
+from fast_attention.engine import tiles as engine_tiles
+
+ROOT = Path(__file__).parent.parent.parent
+FILE = ROOT / "build" / "sanitized" / core.FILE.name
+ABOUT_ITSELF = {"stamp", "use_width"}  # operations that read no tensors
+# Heads, groups of keys, length, numbers of a key and of a value.
+SIZES = [
+    (1, 1, 1, 1, 1), (2, 1, 5, 3, 7), (96, 96, 5, 16, 16), (1, 1, 47, 256, 1), (4, 2, 49, 17, 33), (3, 3, 333, 64, 64),
+    (1, 1, 1500, 64, 64),
+]  # fmt: skip
+CALLS = [  # dtype, window, whether it is causal
+    (torch.float32, 0, True), (torch.bfloat16, 3, False), (torch.float16, 64, True), (torch.float32, 90, False),
+]  # fmt: skip
+called: set[str] = set()
+
+
+def build() -> int:
+    """Build the core with sanitizers and run ``main`` in a process that has them."""
+    try:
+        if not building.up_to_date(FILE, building.ALL):
+            building.build(FILE, building.ALL, sanitize=True)
+        libraries = building.sanitizers()
+    except building.NoCompiler as error:
+        print(f"nothing was run under the sanitizers: {error}")
+        return 0
+    surroundings = {
+        **os.environ,
+        core.VARIABLE: str(FILE),
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself keeps memory until the end
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "OMP_NUM_THREADS": "3",
+    }
+    return subprocess.run([sys.executable, "-m", "tests.core.sanitized", "run"], cwd=ROOT, env=surroundings).returncode
+
+
+def main() -> int:
+    """Call every operation at awkward sizes, with the vectors of every width that this processor has."""
+    ctypes.CDLL(None)["__asan_init"]  # an AttributeError: the sanitizer is not there
+    if reason := core.unavailable():
+        print(f"the sanitized core does not serve: {reason}")
+        return 1
+    torch.manual_seed(0)
+    start, widths = time.monotonic(), [width for width in building.ALL if width <= core.native_width()]
+    for width in widths:
+        assert torch.ops.fast_attention_core.use_width(width) == width
+        for size, (dtype, window, causal) in itertools.product(SIZES, CALLS):
+            tiles(*size, dtype, window, causal)
+    registered = {
+        each.split("::")[1] for each in torch._C._dispatch_get_all_op_names() if "fast_attention_core::" in each
+    }
+    assert called == registered - ABOUT_ITSELF, f"not called: {registered - ABOUT_ITSELF - called}"
+    took, names, vectors = time.monotonic() - start, ", ".join(sorted(called)), ", ".join(map(str, widths))
+    print(f"{names}: nothing found in {took:.0f} s, with vectors of {vectors} numbers")
+    return 0
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call an operation of the core."""
+    called.add(name)
+    getattr(torch.ops.fast_attention_core, name)(*arguments)
+
+
+def poisoned(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An output: NaN where nothing is written."""
+    return torch.full(sizes, float("nan"), dtype=dtype)
+
+
+def tiles(
+    heads: int, groups: int, length: int, width: int, values: int, dtype: torch.dtype, window: int, causal: bool
+) -> None:
+    """Windows, forward and backward, with padding, biases by offset, sinks and capped scores."""
+    batch = 2
+    q = torch.randn(batch, heads, length, width).to(dtype)
+    k = torch.randn(batch, groups, length, width).to(dtype)
+    v, grad_out = (
+        torch.randn(batch, groups, length, values).to(dtype),
+        torch.randn(batch, heads, length, values).to(dtype),
+    )
+    ahead = 0 if causal else window
+    plan = engine_tiles.window(length, length, window, ahead)
+    padding = torch.rand(batch, heads, length) < 0.7
+    numbers, sinks = torch.randn(heads, window + ahead + 1), torch.randn(heads)
+    vectors = torch.randn(*numbers.shape, width)
+    for key_mask, bias, by_offset, sink, cap, dropout in (
+        (None, None, None, None, 0.0, 0.0),
+        (padding, numbers, None, sinks, 5.0, 0.3),
+        (padding, numbers, vectors, None, 0.0, 0.0),
+    ):
+        out, logs = poisoned(batch, heads, length, values, dtype=dtype), poisoned(batch, heads, length)
+        terms = (key_mask, bias, by_offset, sink)
+        given = (q, k, v, *terms, plan.tiles, plan.ranges, -window, width**-0.5, cap, dropout, 7, out, logs)
+        call("tiles_forward", *given)
+        assert out.isfinite().all()
+        assert not logs.isnan().any()
+        dq = poisoned(*q.shape, dtype=dtype)
+        dk, dv = (
+            torch.zeros(batch, groups, length, -(-numbers_of_one // 16) * 16) for numbers_of_one in (width, values)
+        )
+        slopes = [None if x is None else torch.zeros(batch, *x.shape) for x in (bias, by_offset)]
+        call("tiles_backward", *given, grad_out, dq, dk, dv, *slopes)
+        assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+if __name__ == "__main__":
+    sys.exit(main() if sys.argv[1:] == ["run"] else build())
