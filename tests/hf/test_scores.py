@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from fast_attention.integrations.exact.soft_caps import capped_attention
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_attention import swap, swap_back
 from fast_attention.integrations.exact import mode
-from fast_attention.integrations.exact.soft_caps import capped_attention
 from tests.hf import families
 from tests.hf.families import T5, VOCABULARY
 

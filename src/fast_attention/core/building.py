@@ -28,7 +28,16 @@ WIDTHS = {
     16: ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"],
 }
 ALL = tuple(WIDTHS) if X86 else (4,)  # the narrowest is in every file
-COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
+COMMON = [
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-Wno-psabi",
+]
 FAST = ["-O3", "-DNDEBUG"]
 SANITIZED = ["-O2", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # the file serves torch 2.11 and every later one
@@ -67,7 +76,7 @@ def build(file: Path, widths: Sequence[int], sanitize: bool = False) -> None:
             mark.write_text(_mark(widths), encoding="utf-8")
             # Narrow vectors first: of equal inline functions the linker keeps the first, which must run everywhere.
             library = [f"-DFAST_ATTENTION_HAS_{width}" for width in widths]
-            library += [f'-DFAST_ATTENTION_STAMP="{stamp()}"', TARGET, "-isystem", str(torch / "include")]
+            library += [TARGET, "-isystem", str(torch / "include")]
             units = [(mark, []), (SOURCE / "library.cpp", library)]
             for width in sorted(widths):
                 units.append((SOURCE / "kernels.cpp", [f"-DFAST_ATTENTION_WIDTH={width}", *WIDTHS[width]]))

@@ -1,8 +1,7 @@
 """What scores gain by the offset of the key, its position minus the query's: a number, or a product with the query.
 
 In a tile the offset falls by one from row to row: so a tile of numbers is made of as many as it has diagonals
-(Toeplitz), and products of queries with as many vectors are written along the diagonals, by a view. Neither is ever as
-large as queries times keys of a whole sequence.
+(Toeplitz), and of the products of queries with as many vectors each row reads its own.
 """
 
 from __future__ import annotations
@@ -43,15 +42,6 @@ def between(positions: Positions | None, first: int, number: int, like: Tensor) 
     return (None, None) if positions is None else positions(torch.arange(number, device=like.device) + first)
 
 
-def ready(numbers: Tensor | None, vectors: Tensor | None, like: Tensor) -> tuple[Terms | None, Terms | None]:
-    """The terms in the dtype of ``like``, and their gradients yet to be added to where they are wanted."""
-    if numbers is None:
-        return None, None
-    terms = Terms(numbers.to(like.dtype), None if vectors is None else vectors.to(like.dtype))
-    wanted = any(x is not None and x.requires_grad for x in (numbers, vectors))
-    return terms, terms.zeros() if wanted else None
-
-
 def scores(
     q: Float[Tensor, "*batch rows width"], terms: Terms, span: int, *, scale: float
 ) -> Float[Tensor, "*#batch rows span"]:
@@ -84,12 +74,3 @@ def gathered(
 def toeplitz(x: Float[Tensor, "*lead n"], rows: int) -> Float[Tensor, "*lead rows span"]:
     """Row r holds in column c the number ``c - r + rows - 1`` of ``n = rows + span - 1``."""
     return x.unfold(-1, x.shape[-1] - rows + 1, 1).flip(-2)
-
-
-def diagonals(tile: Float[Tensor, "*lead rows span"]) -> Float[Tensor, "*lead n"]:
-    """The sums along the diagonals of a tile: the gradient of ``toeplitz``."""
-    rows, span = tile.shape[-2:]
-    padded = tile.new_zeros(*tile.shape[:-1], rows + span)
-    padded[..., :span] = tile.flip(-2)
-    skewed = padded.flatten(-2)[..., : rows * (rows + span - 1)]
-    return skewed.unflatten(-1, (rows, rows + span - 1)).sum(-2)

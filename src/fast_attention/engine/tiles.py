@@ -137,9 +137,9 @@ def chosen(
     row_end = torch.minimum(row + step, (torch.arange(number)[:, None] + 1) * size).clamp(max=keys)
     used = (row < row_end).flatten()
     shape = (*count.shape, parts)
-    tiles = torch.stack([
-        row.expand(shape), row_end.expand(shape), (stops - count)[..., None].expand(shape), stops[..., None].expand(shape)
-    ], -1).flatten(2, 3)[:, :, used]  # fmt: skip
+    first_range, range_end = (stops - count)[..., None], stops[..., None]
+    tiles = torch.stack([x.expand(shape) for x in (row, row_end, first_range, range_end)], -1)
+    tiles = tiles.flatten(2, 3)[:, :, used]
     return Plan(tiles.int().contiguous(), ranges.int())
 
 

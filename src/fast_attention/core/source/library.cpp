@@ -5,13 +5,8 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <optional>
-#include <string>
 
 #include "interface.h"
-
-#ifndef FAST_ATTENTION_STAMP
-#error "FAST_ATTENTION_STAMP is the hash of the sources; build by `python -m fast_attention.core build`"
-#endif
 
 namespace fast_attention {
 
@@ -30,8 +25,6 @@ extern const Kernels kernels_of_width_4;
 namespace {
 
 const Kernels* kernels = &kernels_of_width_4;
-
-std::string stamp() { return FAST_ATTENTION_STAMP; }
 
 // Takes the widest vectors that are there and no wider than asked for; gives their width.
 int64_t use_width(int64_t width) {
@@ -169,7 +162,6 @@ void tiles_backward(const Tensor& q, const Tensor& k, const Tensor& v, const May
 }  // namespace
 
 STABLE_TORCH_LIBRARY(fast_attention_core, m) {
-  m.def("stamp() -> str");
   m.def("use_width(int width) -> int");
 #define TILES                                                                                                    \
   "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? numbers, Tensor? vectors, Tensor? sinks, Tensor tiles, " \
@@ -181,7 +173,6 @@ STABLE_TORCH_LIBRARY(fast_attention_core, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fast_attention_core, CompositeExplicitAutograd, m) {
-  m.impl("stamp", TORCH_BOX(&stamp));
   m.impl("use_width", TORCH_BOX(&use_width));
 }
 

@@ -40,8 +40,9 @@ class BigBirdBlockSparseAttention(modeling_big_bird.BigBirdBlockSparseAttention)
         """Same as transformers' module, which is called where attention matrices are returned."""
         length = hidden_states.shape[1]
         if (
-            traced() or not hidden_states.is_cpu or not mode.runs(length >= SHORTEST) or to_mask is None
-            or core.unavailable() or length % self.block_size or length < LEAST * self.block_size or settings.get("output_attentions")
+            traced() or not hidden_states.is_cpu or core.unavailable() or not mode.runs(length >= SHORTEST)
+            or to_mask is None or length % self.block_size or length < LEAST * self.block_size
+            or settings.get("output_attentions")
             or "attentions" in (output_capturing._active_collector.get() or ())
         ):  # fmt: skip
             return super().forward(

@@ -15,12 +15,16 @@ from torch import Tensor
 
 from fast_attention.engine import masks
 from fast_attention.engine.offsets import toeplitz
-from fast_attention.engine.tiled import bias_of
 from fast_attention.mechanisms.hybrid.call import Tokens
 from fast_attention.mechanisms.hybrid.positions import Chunk, Plan
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def bias_of(visible: Bool[Tensor, "*some span"], dtype: torch.dtype) -> Float[Tensor, "*some span"] | None:
+    """What is added to scores so that only ``visible`` keys get weight; None where all are visible."""
+    return None if visible.all() else torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
 
 
 class Rows(NamedTuple):
