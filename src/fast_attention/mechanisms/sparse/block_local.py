@@ -6,7 +6,7 @@ The blocks are those of the Reformer's local layers (Kitaev et al. 2020, arXiv 2
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from jaxtyping import Bool, Float
@@ -50,7 +50,7 @@ def block_local_attention(
     add to normalisers.
     """
     length, keys, open_length = q.shape[-2], k.shape[-2], symbolic()
-    if not open_length and BlockLocal(block_size, before, after).covers(length, keys, is_causal=is_causal):
+    if not open_length and _checked(block_size, before, after).covers(length, keys, is_causal=is_causal):
         return softmax_attention(
             q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale,
             bias=bias, sinks=sinks,
@@ -63,6 +63,12 @@ def block_local_attention(
         q, k, v, key_mask, attn_mask, left=before, right=after, size=block_size, is_causal=is_causal, dropout=dropout,
         scale=scale, bias=bias, sinks=sinks,
     )  # fmt: skip
+
+
+@lru_cache(256)
+def _checked(block_size: int, before: int, after: int) -> BlockLocal:
+    """The value with these settings, which checks them."""
+    return BlockLocal(block_size, before, after)
 
 
 @dataclass(frozen=True, repr=False)

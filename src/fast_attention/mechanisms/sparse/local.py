@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ def local_attention(
     several, head h takes the one at h modulo their number, and q, k and v are (..., H, L, E). ``bias`` gives what
     scores gain by offsets j - i, as ``engine.offsets`` has them; the exponentials of ``sinks`` (H,) add to normalisers.
     """
-    m, length, keys = Local(window, dilation=dilation), q.shape[-2], k.shape[-2]
+    m, length, keys = _checked(window, dilation), q.shape[-2], k.shape[-2]
     if dilation != 1:
         run = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale, block=block)
         if isinstance(dilation, tuple):
@@ -150,6 +150,12 @@ def local_attention(
         q, k, v, key_mask, attn_mask, left=left, right=right, block=block or 0, dropout=dropout, scale=scale, bias=bias,
         sinks=sinks,
     )  # fmt: skip
+
+
+@lru_cache(256)
+def _checked(window: int | tuple[int, int], dilation: int | tuple[int, ...]) -> Local:
+    """The value with these settings, which checks them."""
+    return Local(window, dilation=dilation)
 
 
 TRAITS = Traits(
