@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from fast_attention import core, packed
@@ -205,9 +205,6 @@ def _one_text(
         )  # fmt: skip
 
     k, v = heads.repeated(q.shape[1], k=k, v=v)
-    is_plain = sinks is None and bias is None and not dropout and q.shape[-2] == keys and not is_whole
-    if is_plain and back is not None and q.dtype.itemsize < 4 and not (torch.is_grad_enabled() and q.requires_grad):
-        return overlapping_windows(q, k, v, back=back, ahead=right, scale=scale)
     return run(q, k, v)
 
 
@@ -216,26 +213,6 @@ def _plan(q: Tensor, k: Tensor, *, left: int, right: int) -> tiles.Plan:
 
 
 _compiled = tiles.operation(None, _plan)
-
-
-def overlapping_windows(q: Tensor, k: Tensor, v: Tensor, *, back: int, ahead: int, scale: float | None) -> Tensor:
-    """A window's attention in 16 bits: torch's kernel over blocks of queries, whose keys are overlapping views.
-
-    Twice as fast as tiles in float32, without gradients; with them slower.
-    """
-    batch, _, length, _ = q.shape
-    rows = masks.ROWS
-    blocks, span = -(-length // rows), rows + back + ahead
-    end = blocks * rows - length
-    q = pad(q, (0, 0, 0, end)).unflatten(2, (blocks, rows)).transpose(1, 2)
-    k, v = (pad(x, (0, 0, back, ahead + end)).unfold(2, span, rows).transpose(1, 2).mT for x in (k, v))
-    row, column = torch.arange(rows)[:, None], torch.arange(span)
-    key = torch.arange(blocks)[:, None, None] * rows + column - back
-    visible = (column >= row) & (column <= row + back + ahead) & (key >= 0) & (key < length)
-    out = [
-        scaled_dot_product_attention(q[i], k[i], v[i], attn_mask=visible[:, None], scale=scale) for i in range(batch)
-    ]
-    return torch.stack(out).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
 def _texts(seen: Visibility, k: Tensor) -> tuple[Packing, Tensor | None]:

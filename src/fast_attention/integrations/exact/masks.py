@@ -21,7 +21,7 @@ NAMES = {"sdpa": "exact_sdpa", "eager": "exact_eager"}  # what a config named, a
 # Tokens below which every layer runs what it ran; twice as many in 16 bits, whose products torch computes faster.
 # Measured on one thread, both in turns: T5, BLOOM, MPT, Gemma 2, gpt-oss and Llama's eager attention, whole passes.
 SHORTEST = 256
-PER_WINDOW = 2.7  # keys over those of a window with a tile's rows, from where on tiles pay: measured on 1, 2 threads
+PER_WINDOW = 1.33  # keys over those of a window with a tile's rows, from where on tiles pay: measured on 1, 2 threads
 ROWS = 64  # queries of a tile
 FAR = 1 << 17  # tokens at which a probe reads what a layer sees
 
