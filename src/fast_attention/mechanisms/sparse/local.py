@@ -127,7 +127,8 @@ def local_attention(
     several, head h takes the one at h modulo their number, and q, k and v are (..., H, L, E). ``bias`` gives what
     scores gain by offsets j - i, as ``engine.offsets`` has them; the exponentials of ``sinks`` (H,) add to normalisers.
     """
-    m, length, keys = _checked(window, dilation), q.shape[-2], k.shape[-2]
+    m = Local(window, dilation=dilation) if symbolic() else _checked(window, dilation)
+    length, keys = q.shape[-2], k.shape[-2]
     if dilation != 1:
         run = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale, block=block)
         if isinstance(dilation, tuple):
@@ -154,7 +155,7 @@ def local_attention(
 
 @lru_cache(256)
 def _checked(window: int | tuple[int, int], dilation: int | tuple[int, ...]) -> Local:
-    """The value with these settings, which checks them."""
+    """The value with these settings, which checks them; compilers do not take a cache."""
     return Local(window, dilation=dilation)
 
 
