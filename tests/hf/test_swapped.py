@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,12 @@ def test_a_check_says_where_results_are_others(monkeypatch: pytest.MonkeyPatch) 
     from fast_attention.integrations.exact import attention
 
     report = swap(mistral())
-    inner = attention.local_attention
+    attend = attention.attend
 
-    def narrower(*args: Any, window: tuple[int, int], **settings: Any) -> Any:
-        return inner(*args, window=(window[0] - 1, window[1]), **settings)
+    def narrower(q: Any, k: Any, v: Any, seen: Any, **settings: Any) -> Any:
+        return attend(q, k, v, replace(seen, back=seen.back - 1), **settings)
 
-    monkeypatch.setattr(attention, "local_attention", narrower)
+    monkeypatch.setattr(attention, "attend", narrower)
     result = report.verify({"input_ids": LONG})
     assert not result.same
     assert str(result).startswith("OTHER RESULTS")
