@@ -239,7 +239,7 @@ def _arguments(
     """The first arguments of the core's operations."""
     mask = None
     if key_mask is not None and not bool(key_mask.all()):
-        mask = four_axes(key_mask.expand(*q.shape[:-2], k.shape[-2])[..., None])[..., 0]
+        mask = four_axes(key_mask.contiguous().expand(*q.shape[:-2], k.shape[-2])[..., None])[..., 0]
     terms = (None if x is None else x.detach().float().contiguous() for x in (numbers, vectors, sinks))
     return four_axes(q), four_axes(k), four_axes(v), mask, *terms
 
