@@ -244,6 +244,8 @@ def test_grouped_heads_of_any_layout(groups: int) -> None:
     for rest in ([None] * 4, extras(q, k, span=40)):
         agree(sliding, [q, k, v, *rest], gradient, left=30, right=9, first=-30)
     agree(sliding, [q[0], k[0], v[0], *[None] * 4], gradient[0], left=30, right=9)
+    every_third = (torch.rand(2, 1, 390) < 0.6)[..., ::3]
+    agree(sliding, [q, k, v, every_third, *[None] * 3], gradient, left=30, right=9)
     table = torch.randint(-1, 9, (2, 4, 9, 3))  # every head reads other keys of its group
     agree(named, [q, k, v, *extras(q, k, span=100)], gradient, table, size=16, first=-50)
 
