@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,7 +45,7 @@ def sees(plan: Plan, seen: Tensor) -> None:
                 assert 0 < end - row <= tiles.MOST_ROWS
                 ranges = [tuple(x) for x in plan.ranges[first:last, :2].tolist()]
                 assert all(0 <= a <= b for a, b in ranges)
-                assert all(before[1] <= after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+                assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
     counts = plan.counts(length, keys)
     assert torch.equal(counts, seen.int().expand_as(counts))
 
@@ -100,7 +101,10 @@ def test_plans_of_grids(m: Any, length: int, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(grid_softmax, "_in_grid", noted)
     m(*(torch.zeros(1, 1, length, 1, dtype=torch.bfloat16) for _ in "qkv"))
-    axes = [grid_softmax.Axis(*(given[f"{x}_{y}"] for y in ("window", "dilation", "shift", "tile"))) for x in ("row", "column")]
+    axes = [
+        grid_softmax.Axis(*(given[f"{x}_{y}"] for y in ("window", "dilation", "shift", "tile")))
+        for x in ("row", "column")
+    ]
     settings = (length, given["width"], given["leading"], *axes)
     plan, order = grid_softmax._grid_plan(*settings), grid_softmax._order(*settings)
     if order is None:
@@ -122,13 +126,21 @@ def test_plans_of_sorted_blocks(size: int, is_causal: bool) -> None:
         near_ones = own[:, None] + start == key // size
         if is_causal:
             near_ones &= key <= torch.arange(length)[:, None] + first
-        beside = (own[:, None] == own) & (not is_causal or own + start > 0)[:, None] if is_causal else own[:, None] == own
+        beside = (
+            (own[:, None] == own) & (not is_causal or own + start > 0)[:, None] if is_causal else own[:, None] == own
+        )
         seen = torch.cat([near_ones, beside], -1)
         sees(sinkhorn._tiles_beside(length, seen.shape[-1], size, first, is_causal), seen)
 
 
 def test_plans_of_windows_with_global_keys() -> None:
-    for length, reach, columns in ((1, 3, ()), (130, 7, (0, 1, 60, 129)), (130, 0, (5,)), (97, 200, (3,)), (300, 40, ())):
+    for length, reach, columns in (
+        (1, 3, ()),
+        (130, 7, (0, 1, 60, 129)),
+        (130, 0, (5,)),
+        (97, 200, (3,)),
+        (300, 40, ()),
+    ):
         i, j = torch.arange(length)[:, None], torch.arange(length)
         seen = (i - j).abs() <= reach
         seen[:, list(columns)] = True
@@ -158,7 +170,9 @@ def counted(q: Tensor, k: Tensor, blocks: Tensor, *, size: int) -> Plan:
     return global_window._with_blocks(q.shape[-2], blocks, size, size, ((0, size),))
 
 
-def tensors(length: int, keys: int, width: int, values: int, heads: tuple[int, int] = (2, 2), batch: int = 2) -> list[Tensor]:
+def tensors(
+    length: int, keys: int, width: int, values: int, heads: tuple[int, int] = (2, 2), batch: int = 2
+) -> list[Tensor]:
     """Queries, keys and values, and what their output's gradient is."""
     sizes = (heads[0], length, width), (heads[1], keys, width), (heads[1], keys, values), (heads[0], length, values)
     return [torch.randn(batch, *size) for size in sizes]
@@ -194,7 +208,12 @@ def extras(q: Tensor, k: Tensor, *, span: int, vectors: bool = True) -> list[Ten
     heads = q.shape[1]
     mask = torch.rand(q.shape[0], 1, k.shape[-2]) < 0.6
     mask[0, :, : k.shape[-2] // 2] = False  # whole windows of queries see nothing
-    return [mask, torch.randn(heads, span), torch.randn(heads, span, q.shape[-1]) if vectors else None, torch.randn(heads)]
+    return [
+        mask,
+        torch.randn(heads, span),
+        torch.randn(heads, span, q.shape[-1]) if vectors else None,
+        torch.randn(heads),
+    ]
 
 
 @needs_core

@@ -56,7 +56,13 @@ class Runner:
             path.write_text(text.replace(fault.old, fault.new))
             if fault.file.startswith("core/source/"):
                 with self.compiling:  # a build takes all cores
-                    subprocess.run(BUILD, cwd=made, env={**os.environ, "PYTHONPATH": f"{copy}/src"}, check=True, capture_output=True)
+                    subprocess.run(
+                        BUILD,
+                        cwd=made,
+                        env={**os.environ, "PYTHONPATH": f"{copy}/src"},
+                        check=True,
+                        capture_output=True,
+                    )
             arguments = shlex.split(fault.tests)
             code = warm.ask(self.server(arguments[0].startswith("tests/gpu")), arguments, copy, said)
             output = said.read_text()

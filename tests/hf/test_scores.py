@@ -228,11 +228,16 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("name", ["T5", "UMT5", "Bloom", "Mpt", "Gemma2", "GptOss"])
 def test_long_inputs_hold_no_scores_of_all_pairs(name: str, trains: bool) -> None:
+    if core.unavailable() and (name == "Gemma2" or (trains and name in SEQ2SEQ)):
+        pytest.skip("without the core torch's own function runs under soft caps, and learned numbers are a mask")
     length = 1024
     model = seq2seq(name) if name in SEQ2SEQ else causal(name, length).base_model
     swap(model)
     ids = torch.randint(3, VOCABULARY, (1, length))
     given = {"input_ids": ids, "use_cache": False} | ({"decoder_input_ids": ids} if name in SEQ2SEQ else {})
+
+    exact = model(**given).last_hidden_state.detach()
+    model.float()  # the core's numbers; those of T5 are rounded much, with or without it
 
     def run() -> Tensor:
         with torch.set_grad_enabled(trains):
@@ -248,7 +253,7 @@ def test_long_inputs_hold_no_scores_of_all_pairs(name: str, trains: bool) -> Non
     with Largest() as largest:
         got = run()
     sizes.append(largest.size)
-    assert away(wanted, got) < tolerance(name)
+    assert away(exact, got) < 2 * away(exact, wanted) + SAME
     assert sizes[0] >= length**2 > sizes[1]
 
 
@@ -275,7 +280,8 @@ def test_soft_caps(length: int, keys: int, back: int | None, ahead: int | None, 
     got = attend(*single, seen, scale=0.7, cap=1.5)
     assert away(wanted.detach(), got.detach()) < 2e-6
     above = torch.randn_like(wanted)
-    first = [torch.autograd.grad(out, x, above.to(out), create_graph=True) for out, x in ((wanted, double), (got, single))]
+    pairs = ((wanted, double), (got, single))
+    first = [torch.autograd.grad(out, x, above.to(out), create_graph=True) for out, x in pairs]
     second = [
         torch.autograd.grad(sum(x.square().sum() for x in each), x)
         for each, x in zip(first, (double, single), strict=True)

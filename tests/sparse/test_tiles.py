@@ -43,7 +43,8 @@ def agree(run: Callable[..., Tensor], mask: Tensor, given: tuple[Tensor, ...], p
             assert path in [step.path for step in steps]
         for a, b in zip((out, *torch.autograd.grad(out, inputs, gradient.to(out))), wanted, strict=True):
             assert a.shape == b.shape
-            assert float((a.detach().double() - b.detach()).abs().max()) <= tolerance * max(float(b.detach().abs().max()), 1.0)
+            error, largest = (float(x.detach().abs().max()) for x in (a.double() - b, b))
+            assert error <= tolerance * max(largest, 1.0)
 
 
 def inputs(lead: tuple[int, ...], length: int, keys: int, *, values: int = 5) -> tuple[Tensor, Tensor, Tensor]:
