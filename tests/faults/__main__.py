@@ -25,12 +25,15 @@ from tests.faults.fault import Fault
 
 FAILED = 10 + 1  # what ``warm.ask`` gives where pytest ran and a test failed
 
+BUILD = [sys.executable, "-m", "fast_attention.core", "build"]  # of a copy's own sources, about half a minute
+
 
 class Runner:
     """Runs faults, on each thread with servers of its own: one that interprets Triton's kernels, one that does not."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.own, self.servers = folder, threading.local(), list[subprocess.Popen[str]]()
+        self.compiling = threading.Lock()
         for name in COPIED:
             shutil.copytree(ROOT / name, folder / "sound" / name, ignore=shutil.ignore_patterns("__pycache__"))
         assert compileall.compile_dir(folder / "sound", quiet=1)
@@ -51,6 +54,15 @@ class Runner:
             text = path.read_text()
             path.unlink()  # or the link's other end changes too
             path.write_text(text.replace(fault.old, fault.new))
+            if fault.file.startswith("core/source/"):
+                with self.compiling:  # a build takes all cores
+                    subprocess.run(
+                        BUILD,
+                        cwd=made,
+                        env={**os.environ, "PYTHONPATH": f"{copy}/src"},
+                        check=True,
+                        capture_output=True,
+                    )
             arguments = shlex.split(fault.tests)
             code = warm.ask(self.server(arguments[0].startswith("tests/gpu")), arguments, copy, said)
             output = said.read_text()

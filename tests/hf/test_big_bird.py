@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import BigBirdConfig, BigBirdModel
 
-from fast_attention import swap, swap_back
+from fast_attention import core, swap, swap_back
 from fast_attention.integrations.exact import big_bird, mode
 
+needs_core = pytest.mark.skipif(bool(core.unavailable()), reason=core.unavailable() or "it serves")
 KIND = big_bird.BigBirdBlockSparseAttention
 
 
@@ -58,7 +59,9 @@ def test_equal_outputs_and_gradients(case: str, training: bool) -> None:
     for model in models:
         with mode.forced():
             out = model.train(training)(ids, attention_mask=mask)[0]
-        parameters = [p for name, p in model.named_parameters() if "embed" not in name]
+        # A bias of keys moves all scores of a query alike: its gradient is rounding, no larger than the original's.
+        named = [(name, p) for name, p in model.named_parameters() if "embed" not in name]
+        parameters = [p for name, p in named if not name.endswith("key.bias")]
         results.append((out, torch.autograd.grad((out * chosen).sum(), parameters)))
     (out, gradients), (our_out, our_gradients) = results
     assert (our_out - out).abs().max() <= 2e-5 * out.abs().max()
@@ -67,6 +70,7 @@ def test_equal_outputs_and_gradients(case: str, training: bool) -> None:
         assert (of_ours - theirs).abs().max() <= 1e-4 * max(float(theirs.abs().max()), 1e-3 * largest)
 
 
+@needs_core
 def test_unusual_calls_run_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ours = pair(16)
     calls, attend = list[int](), big_bird.attend
@@ -99,6 +103,6 @@ def test_a_swap_does_not_run_the_model() -> None:
     model = BigBirdModel(config).eval()
     report = swap(model)
     assert model.attention_type == "block_sparse"
-    assert [layer.faster_from for layer in report.layers] == [big_bird.SHORTEST]
-    assert swap_back(model)
+    assert [layer.faster_from for layer in report.layers] == [None if core.unavailable() else big_bird.SHORTEST]
+    assert swap_back(model) != bool(core.unavailable())  # nothing was gained then, and the model is as it was
     assert type(model.encoder.layer[0].attention.self).__module__.startswith("transformers.")

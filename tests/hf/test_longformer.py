@@ -12,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LEDConfig, LEDModel, LongformerConfig, LongformerModel
 
+from fast_attention import core
 from fast_attention.integrations.exact import global_window, longformer, mode
 from fast_attention.integrations.exact.global_window import Window, attend
 
+needs_core = pytest.mark.skipif(bool(core.unavailable()), reason=core.unavailable() or "it serves")
 LENGTH = 201  # which the models pad to 224 for layers with windows of 32 and 16
 
 
@@ -66,6 +68,14 @@ def globals_at(*rows: list[int]) -> Tensor:
     return mask
 
 
+def zero_but_for_rounding(name: str, largest: float) -> float:
+    """The model's ``largest`` gradient, to compare with it a gradient that is zero in exact arithmetic; else 0.
+
+    A bias of keys moves all scores of a query alike. What is left of its gradient is noise, in both as much.
+    """
+    return largest if name.endswith(("key.bias", "key_global.bias")) else 0.0
+
+
 PADDED = tokens(4, (0, 150, LENGTH), (1, 0, 60), (2, 90, 120), (3, 0, LENGTH))
 CASES = {
     "windows": (tokens(1), None),
@@ -95,10 +105,12 @@ def test_equal_outputs_and_gradients(kind: str, case: str) -> None:
     (out, gradients), (our_out, our_gradients) = results
     assert (our_out - out).abs().max() <= 2e-5 * out.abs().max()
     largest = max(float(x.abs().max()) for x in gradients if x is not None)
-    for theirs, of_ours in zip(gradients, our_gradients, strict=True):
+    names = ["embeds", *(name for name, _ in model.named_parameters() if "embed" not in name)]
+    for name, theirs, of_ours in zip(names, gradients, our_gradients, strict=True):
         assert (theirs is None) == (of_ours is None)
         if theirs is not None and of_ours is not None:
-            assert (of_ours - theirs).abs().max() <= 1e-4 * max(float(theirs.abs().max()), 1e-3 * largest)
+            least = zero_but_for_rounding(name, largest) or 1e-3 * largest
+            assert (of_ours - theirs).abs().max() <= 1e-4 * max(float(theirs.abs().max()), least), name
 
 
 @pytest.mark.parametrize("kind", ["longformer", "led"])
@@ -125,6 +137,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@needs_core
 @pytest.mark.parametrize("kind", ["longformer", "led"])
 def test_no_tensor_of_all_pairs(kind: str) -> None:
     model = built(kind, most=2050)
@@ -138,6 +151,7 @@ def test_no_tensor_of_all_pairs(kind: str) -> None:
     assert most[1] <= 2048 * 128
 
 
+@needs_core
 @pytest.mark.parametrize("kind", ["longformer", "led"])
 def test_unusual_calls_run_the_original(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(kind)
@@ -172,7 +186,7 @@ def test_undone_by_the_first_base() -> None:
             assert type(module).__bases__[0] is type(before)
             assert type(module).__name__ == type(before).__name__
             form = getattr(module, "exact_form", None)
-            assert form is None or form()[1] == longformer.SHORTEST
+            assert form is None or form()[1] == (None if core.unavailable() else longformer.SHORTEST)
 
 
 def test_dropout_in_training() -> None:
@@ -185,38 +199,52 @@ def test_dropout_in_training() -> None:
     assert not torch.allclose(first, second)
 
 
-def sequence(dtype: torch.dtype = torch.float64, **sizes: int) -> list[Tensor]:
+def sequence(**sizes: int) -> list[Tensor]:
     torch.manual_seed(2)
-    shape = sizes.get("heads", 2), sizes.get("length", 9), 4
-    return [torch.randn(*shape, dtype=dtype, requires_grad=True) for _ in range(3)]
+    shape = sizes.get("heads", 2), sizes.get("length", 48), 4
+    return [torch.randn(*shape) for _ in range(3)]
 
 
+@needs_core
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("columns", [None, torch.tensor([1, 6])])
-@pytest.mark.parametrize("blocks", [None, torch.tensor([[[0, 2], [2, 2], [1, 0]], [[1, 2], [0, 1], [2, 1]]])])
-def test_gradients_of_the_hand_written_pass(dropout: float, columns: Tensor | None, blocks: Tensor | None) -> None:
-    masked = torch.zeros(9, dtype=torch.bool)
-    masked[8] = True
-    gains = None if columns is None else torch.tensor([0.5, 1.5], dtype=torch.float64)
+@pytest.mark.parametrize("columns", [None, torch.tensor([1, 2, 40])])
+def test_the_same_with_all_scores_at_once(dropout: float, columns: Tensor | None) -> None:
+    """Outputs and gradients of a window and of blocks, with the weights that the same seed drops."""
+    masked = torch.arange(48) >= 45
+    blocks = torch.randint(0, 6, (2, 6, 2))
+    for window, table in ((Window(5), ()), (Window(8, size=8), ()), (Window(8, size=8), (blocks,))):
+        if table and columns is not None:
+            columns = torch.arange(8)  # whole blocks, as BigBird's are
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            leaves = [x.to(dtype).requires_grad_() for x in sequence()]
+            torch.manual_seed(5)
+            given: dict[str, Any] = {"scale": 0.7, "dropout": dropout}
+            if dtype == torch.float32:
+                blocks_given = table[0] if table else None
+                out = attend(*leaves, window, masked=masked, columns=columns, blocks=blocks_given, **given)
+            else:
+                intervals = () if columns is None else tuple(global_window._intervals(columns.tolist()))
+                seed = int(torch.randint(2**62, ())) if dropout else 0
+                settings = {"reach": window.reach, "size": window.size, "columns": intervals, "seed": seed, **given}
+                out = global_window._compiled.plain(*leaves, ~masked[None], None, None, None, *table, **settings)
+            found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+        for ours, theirs in zip(*found, strict=True):
+            assert float((ours.detach() - theirs.detach()).abs().max()) <= 5e-6 * float(theirs.detach().abs().max())
 
-    def run(*qkv: Tensor) -> Tensor:
-        torch.manual_seed(5)
-        q, k, v = qkv
-        return attend(
-            q, k, v, Window(2, rows=3), scale=0.7, masked=masked, columns=columns, gains=gains, blocks=blocks,
-            dropout=dropout,
-        )  # fmt: skip
 
-    assert torch.autograd.gradcheck(run, sequence(), fast_mode=True)
-    assert torch.autograd.gradgradcheck(run, sequence(), fast_mode=True)
-
-
+@needs_core
 def test_dropout_keeps_the_mean_and_drops_its_share() -> None:
     """With values of one, an output is the sum of the weights that are left."""
-    q, k, v = (x.detach() for x in sequence(torch.float32, heads=8, length=256))
+    q, k, v = sequence(heads=8, length=256)
     v = torch.ones_like(v)
-    sums = attend(q * 0, k, v, Window(20), scale=1.0, dropout=0.25)
-    assert abs(float(sums[:, 20:-20].mean()) - 1.0) < 0.02
-    assert abs(float(sums[:, 20:-20, 0].var()) - 0.25 / 0.75 / 41) < 0.002
-    bits = global_window._dropped(4, 64, 99, 0.25, torch.Generator().manual_seed(0))
-    assert abs(float(bits.double().mean()) - 0.25) < 0.01
+
+    def sums(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return attend(q * 0, k, v, Window(20), scale=1.0, dropout=0.25)
+
+    first = sums(1)
+    assert abs(float(first[:, 20:-20].mean()) - 1.0) < 0.02
+    assert abs(float(first[:, 20:-20, 0].var()) - 0.25 / 0.75 / 41) < 0.002
+    assert torch.equal(sums(1), first)
+    assert not torch.allclose(sums(2), first)

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fast_attention.integrations.exact.soft_caps import capped_attention
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fast_attention import swap, swap_back
+from fast_attention import core, swap, swap_back
+from fast_attention.engine.masks import masked_softmax
 from fast_attention.integrations.exact import mode
+from fast_attention.integrations.exact.attention import attend
+from fast_attention.integrations.visible import Visibility
 from tests.hf import families
 from tests.hf.families import T5, VOCABULARY
 
+needs_core = pytest.mark.skipif(bool(core.unavailable()), reason=core.unavailable() or "it serves")
 SAME, GRADIENTS = 2e-5, 1e-4  # relative differences that rounding explains
 EXACT = 1e-10  # in float64, for T5 and its kin: their scores have no scale, which makes rounding large in random models
 IDS = torch.randint(3, VOCABULARY, (3, 41), generator=torch.Generator().manual_seed(0))
@@ -226,11 +228,16 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("name", ["T5", "UMT5", "Bloom", "Mpt", "Gemma2", "GptOss"])
 def test_long_inputs_hold_no_scores_of_all_pairs(name: str, trains: bool) -> None:
+    if core.unavailable() and (name == "Gemma2" or (trains and name in SEQ2SEQ)):
+        pytest.skip("without the core torch's own function runs under soft caps, and learned numbers are a mask")
     length = 1024
     model = seq2seq(name) if name in SEQ2SEQ else causal(name, length).base_model
     swap(model)
     ids = torch.randint(3, VOCABULARY, (1, length))
     given = {"input_ids": ids, "use_cache": False} | ({"decoder_input_ids": ids} if name in SEQ2SEQ else {})
+
+    exact = model(**given).last_hidden_state.detach()
+    model.float()  # the core's numbers; those of T5 are rounded much, with or without it
 
     def run() -> Tensor:
         with torch.set_grad_enabled(trains):
@@ -246,37 +253,46 @@ def test_long_inputs_hold_no_scores_of_all_pairs(name: str, trains: bool) -> Non
     with Largest() as largest:
         got = run()
     sizes.append(largest.size)
-    assert away(wanted, got) < tolerance(name)
+    assert away(exact, got) < 2 * away(exact, wanted) + SAME
     assert sizes[0] >= length**2 > sizes[1]
 
 
+@needs_core
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize(
     ("length", "keys", "back", "ahead"),
     [(70, 70, None, 0), (70, 70, 9, 0), (66, 90, 30, 0), (70, 70, 5, 12), (65, 33, None, None), (70, 70, 70, 69)],
 )
 def test_soft_caps(length: int, keys: int, back: int | None, ahead: int | None, groups: int) -> None:
-    """Against the formula, with gradients of every order."""
-    q, k, v = (torch.randn(2, h, n, 3, dtype=torch.float64, requires_grad=True)
-               for h, n in ((4, length), (groups, keys), (groups, keys)))  # fmt: skip
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return capped_attention(q, k, v, cap=1.5, scale=0.7, back=back, ahead=ahead)
-
+    """Against the formula in float64, with gradients of both orders."""
+    double = [torch.randn(2, h, n, 3, dtype=torch.float64, requires_grad=True)
+              for h, n in ((4, length), (groups, keys), (groups, keys))]  # fmt: skip
+    single = [x.detach().float().requires_grad_() for x in double]
+    q, k, v = double
     scores = 1.5 * torch.tanh(q @ k.repeat_interleave(4 // groups, 1).mT * 0.7 / 1.5)
     offset = torch.arange(keys) - torch.arange(keys - length, keys)[:, None]
     hidden = torch.zeros_like(offset, dtype=torch.bool)
     hidden = hidden if back is None else hidden | (offset < -back)
     hidden = hidden if ahead is None else hidden | (offset > ahead)
-    wanted = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v.repeat_interleave(4 // groups, 1)
-    got = run(q, k, v)
-    assert away(wanted.detach(), got.detach()) < 1e-12
+    weights = masked_softmax(scores, ~hidden)
+    wanted = (weights @ v.repeat_interleave(4 // groups, 1)).transpose(1, 2)
+    seen = Visibility(_no_mask, back=back, ahead=ahead, is_causal=ahead == 0)
+    got = attend(*single, seen, scale=0.7, cap=1.5)
+    assert away(wanted.detach(), got.detach()) < 2e-6
     above = torch.randn_like(wanted)
-    for a, b in zip(*(torch.autograd.grad(x, (q, k, v), above) for x in (wanted, got)), strict=True):
-        assert away(a, b) < 1e-12
-    few = [x[:1, :, :3].detach().requires_grad_() for x in (q, k, v)]
-    assert gradcheck(run, few, fast_mode=True)
-    assert gradgradcheck(run, few, fast_mode=True)
+    pairs = ((wanted, double), (got, single))
+    first = [torch.autograd.grad(out, x, above.to(out), create_graph=True) for out, x in pairs]
+    second = [
+        torch.autograd.grad(sum(x.square().sum() for x in each), x)
+        for each, x in zip(first, (double, single), strict=True)
+    ]
+    for found, rounding in ((first, 5e-6), (second, 5e-5)):
+        for a, b in zip(*found, strict=True):
+            assert away(a.detach(), b.detach()) < rounding
+
+
+def _no_mask() -> Tensor:
+    raise AssertionError("nobody asks for a dense mask")
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from fast_attention import swap, swap_back
+from fast_attention import core, swap, swap_back
 from fast_attention.integrations.exact import mode
 from fast_attention.mechanism import Unsupported
 from tests.hf import families
@@ -57,12 +58,12 @@ def test_a_check_says_where_results_are_others(monkeypatch: pytest.MonkeyPatch) 
     from fast_attention.integrations.exact import attention
 
     report = swap(mistral())
-    inner = attention.local_attention
+    attend = attention.attend
 
-    def narrower(*args: Any, window: tuple[int, int], **settings: Any) -> Any:
-        return inner(*args, window=(window[0] - 1, window[1]), **settings)
+    def narrower(q: Any, k: Any, v: Any, seen: Any, **settings: Any) -> Any:
+        return attend(q, k, v, replace(seen, back=seen.back - 1), **settings)
 
-    monkeypatch.setattr(attention, "local_attention", narrower)
+    monkeypatch.setattr(attention, "attend", narrower)
     result = report.verify({"input_ids": LONG})
     assert not result.same
     assert str(result).startswith("OTHER RESULTS")
@@ -249,3 +250,25 @@ def test_what_a_block_forces_ends_with_it() -> None:
         assert mode.runs(False)
     assert not mode.runs(False)
     assert mode.runs(True)
+
+
+@pytest.mark.parametrize("name", ["Longformer", "BigBird", "Gemma2"])
+def test_without_the_core_the_report_promises_no_tiles(name: str) -> None:
+    """Their forms are the core's alone; the layers run what they ran, and the report says why."""
+    if name == "Gemma2":
+        model = families.decoder(name)
+    else:
+        sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+        more = {"attention_window": [16]} if name == "Longformer" else {"block_size": 16}
+        config = getattr(transformers, f"{name}Config")(**sizes, intermediate_size=48, **more)
+        model = getattr(transformers, f"{name}Model")(config).eval()
+    with core.switched_off():
+        report = swap(model)
+        assert not report.faster
+        assert "in tiles" not in str(report)
+        words = " ".join(str(report).split())
+        assert "what ran before: tiles need the compiled core (turned off here)" in words
+        assert "Nothing to gain without changing results" in words or report.skips_padding
+        swap_back(model)
+    if not core.unavailable():
+        assert "in tiles" in str(swap(model))

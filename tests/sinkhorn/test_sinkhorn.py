@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Local, Sinkhorn, Softmax, SortCut, Unsupported
+from fast_attention import Local, Sinkhorn, Softmax, SortCut, Unsupported, core
 from fast_attention.engine import dispatch, heads
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.masks import masked_softmax
 from fast_attention.functional import sinkhorn_attention, softmax_attention, sortcut_attention
-from fast_attention.mechanisms.sinkhorn import sinkhorn, sorting
+from fast_attention.mechanisms.sinkhorn import sorting
 from fast_attention.mechanisms.sinkhorn.sorting import soft_permutation
 from tests.cases import bind, qkv
 
@@ -68,21 +68,28 @@ def test_balancing_by_factors_is_balancing_by_logarithms(device: torch.device, m
             close(ours, theirs)
 
 
-def test_long_sequences_are_sorted_in_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of three blocks instead of one for all, on strided inputs, against products with masks written out."""
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_long_sequences(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference, and in float32 the core, on strided inputs, against products with masks written out in float64."""
     monkeypatch.setattr(heads, "FEW", 0)  # no sequence is short, which would be one product
-    monkeypatch.setattr(sinkhorn, "BLOCKS", 3)
-    monkeypatch.setattr(sinkhorn, "EARLIER", 3)
-    P = torch.randn(3, 8, 9, dtype=torch.float64, requires_grad=True)
-    for length, start, is_causal in ((36, 0, False), (36, 0, True), (33, 0, True), (33, 14, True)):
-        q, k, v = (torch.randn(2, length, 3, 8, dtype=torch.float64).transpose(1, 2).requires_grad_() for _ in "qkv")
+    P = torch.randn(3, 8, 9, dtype=torch.float64)
+    is_ours = dtype == torch.float32 and not core.unavailable()
+    for size, length, start, is_causal in ((4, 36, 0, False), (4, 36, 0, True), (4, 33, 14, True), (130, 390, 0, True)):
+        qkv = [torch.randn(2, length, 3, 8, dtype=torch.float64).transpose(1, 2) for _ in "qkv"]
         found = []
-        for key_mask in (None, torch.ones(2, length, dtype=torch.bool)):
-            settings: dict[str, Any] = {"block_size": 4, "is_causal": is_causal, "key_mask": key_mask}
-            out = sinkhorn_attention(q[:, :, start:], k, v, P, **settings)
-            found.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v, P))))
+        for key_mask, one in ((None, dtype), (torch.ones(2, length, dtype=torch.bool), torch.float64)):
+            leaves = [x.to(one).requires_grad_() for x in (*qkv, P)]
+            q, k, v, w = leaves
+            with dispatch.recorded() as steps:
+                out = sinkhorn_attention(
+                    q[:, :, start:], k, v, w, block_size=size, is_causal=is_causal, key_mask=key_mask
+                )  # fmt: skip
+            paths = [step.path for step in steps]
+            assert any(path.startswith(dispatch.CORE) for path in paths) == (is_ours and key_mask is None)
+            found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
         for ours, theirs in zip(*found, strict=True):
-            close(ours, theirs)
+            error = (ours.detach().double() - theirs.detach()).abs().max()
+            assert float(error) <= tolerance * max(1.0, float(theirs.detach().abs().max()))
 
 
 @pytest.mark.parametrize("mechanism", [Sinkhorn(block_size=3), SortCut(block_size=3), Softmax(), Local(9)], ids=repr)

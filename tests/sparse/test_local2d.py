@@ -1,7 +1,8 @@
-"""Windows and blocks of a grid: tiles against the dense masked softmax, Swin as its paper does it, and refusals."""
+"""Windows and blocks of a grid against the dense masked softmax, Swin as its paper does it, and refusals."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention import BlockLocal2d, Local2d, Unsupported, catalogue
-from fast_attention.engine import dispatch
+from fast_attention import BlockLocal2d, Local2d, Unsupported, catalogue, core
 from fast_attention.functional import implementation
 from tests.cases import qkv
 from tests.oracles.local2d import block_of, pair_of, window_of
-from tests.sparse.test_tiles import agree, inputs, shown
+from tests.sparse.test_tiles import IN_TILES, agree, inputs, shown
+
+AS_MASK = "exact attention with the window as mask"
 
 GRIDS = [
     (Local2d(30, 26, window=3), 780),
@@ -46,34 +48,27 @@ def visible_keys(m: Any, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("m", "length"), GRIDS, ids=repr)
-def test_tiles_are_the_dense_masked_softmax(m: Any, length: int) -> None:
-    """Outputs and gradients, with and without a mask of keys, many heads and one, values of any width and of that of
-    queries, which windows read row by row; and the reference's.
-    """
+def test_the_dense_masked_softmax(m: Any, length: int) -> None:
+    """Outputs and gradients, with and without a mask of keys, many heads and one; the core's and the reference's."""
     torch.manual_seed(3)
     mask = visible_keys(m, length)
     for lead, masked, values in (((2, 3), True, 5), ((1, 1), False, 5), ((1, 18), False, 8)):
         tensors = inputs(lead, length, length, values=values)
         keys = shown(lead[0], length) if masked else None
         visible = (mask if keys is None else mask & keys[:, None, None]).expand(*lead, length, length)
-        with dispatch.recorded() as steps:
-            out = m(*tensors, key_mask=keys)
-        assert steps[0].path == "softmax in tiles"
-        agree(out, F.scaled_dot_product_attention(*tensors, visible), tensors)
+        agree(partial(m, key_mask=keys), visible, tensors)
         if masked:
             with implementation("reference"):
-                out = m(*tensors, key_mask=keys)
-            agree(out, F.scaled_dot_product_attention(*tensors, visible), tensors)
+                agree(partial(m, key_mask=keys), visible, tensors, path="softmax in blocks")
 
 
-def test_few_keys_are_exact_attention_with_a_mask() -> None:
+def test_few_keys_without_the_core_are_exact_attention_with_a_mask() -> None:
     torch.manual_seed(3)
     m, tensors, keys = Local2d(14, 14, num_prefix_tokens=1), inputs((2, 3), 197, 197), shown(2, 197)
-    with dispatch.recorded() as steps:
-        out = m(*tensors, key_mask=keys)
-    assert steps[0].path == "exact attention with the window as mask"
     visible = (visible_keys(m, 197) & keys[:, None, None]).expand(2, 3, 197, 197)
-    agree(out, F.scaled_dot_product_attention(*tensors, visible), tensors)
+    agree(partial(m, key_mask=keys), visible, tensors, path=IN_TILES if not core.unavailable() else AS_MASK)
+    with core.switched_off():
+        agree(partial(m, key_mask=keys), visible, tensors, path=AS_MASK)
     q, k, v = (x[..., :49, :] for x in tensors)
     torch.testing.assert_close(Local2d(7, 7)(q, k, v), F.scaled_dot_product_attention(q, k, v))
 
@@ -114,6 +109,12 @@ def test_second_derivatives_and_low_precision() -> None:
         a, b = (torch.autograd.grad(x[which].square().sum(), tensors, retain_graph=True) for x in (ours, theirs))
         for x, y in zip(a, b, strict=True):
             torch.testing.assert_close(x, y)
+    single = [x.detach().float().requires_grad_() for x in tensors]
+    once = torch.autograd.grad(m(*single).sin().sum(), single, create_graph=True)
+    again = torch.autograd.grad(sum(x.square().sum() for x in once), single)
+    wanted = torch.autograd.grad(sum(x.square().sum() for x in theirs), tensors)
+    for x, y in zip(again, wanted, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
     half = m(q, k, v)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.double(), m(*tensors), atol=0.03, rtol=0.03)

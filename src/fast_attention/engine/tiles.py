@@ -84,7 +84,7 @@ def blocks(length: int, keys: int, size: int, before: int, after: int, is_causal
     first = ((block - before) * size).clamp(0, keys)
     last = ((block + 1 + (0 if is_causal else after)) * size).clamp(0, keys)
     if is_causal:
-        last = torch.minimum(last, end + behind)
+        last = torch.minimum(last, end + behind).clamp(min=0)
     return _plan(row, end, first, last, low=-FAR, high=behind if is_causal else FAR)
 
 
@@ -239,7 +239,7 @@ def _arguments(
     """The first arguments of the core's operations."""
     mask = None
     if key_mask is not None and not bool(key_mask.all()):
-        mask = four_axes(key_mask.expand(*q.shape[:-2], k.shape[-2])[..., None])[..., 0]
+        mask = four_axes(key_mask.contiguous().expand(*q.shape[:-2], k.shape[-2])[..., None])[..., 0]
     terms = (None if x is None else x.detach().float().contiguous() for x in (numbers, vectors, sinks))
     return four_axes(q), four_axes(k), four_axes(v), mask, *terms
 
@@ -255,7 +255,7 @@ def _dense(
     visible = counts > 0
     if key_mask is not None:
         visible = visible & four_axes(key_mask.expand(*q.shape[:-2], keys)[..., None])[..., 0][..., None, :]
-    q, k, v = (four_axes(x).float() for x in (q, k, v))
+    q, k, v = (four_axes(x).to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * scale
     if cap:
@@ -268,7 +268,7 @@ def _dense(
         if vectors is not None:
             products = q @ vectors.mT * scale
             scores = scores + products.gather(-1, place.expand(*products.shape[:2], -1, -1)) * inside
-    weights = masks.masked_softmax(scores + counts.clamp(min=1).log(), visible, sinks)
+    weights = masks.masked_softmax(scores + counts.clamp(min=1).to(scores).log(), visible, sinks)
     if dropout:
         kept = keeps(seed, q.shape[0] * q.shape[1], length, keys, dropout).view(scores.shape)
         weights = weights * kept / (1 - dropout)

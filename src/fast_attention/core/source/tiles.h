@@ -282,11 +282,12 @@ class TileWork {
     for (int64_t o = n; o < n + W; ++o) numbers[o] = 0.0f;
   }
 
-  // The products of a tile's queries with the vectors of all offsets of the tile and a run, offsets as in copy_numbers.
-  void multiply_vectors(const Tile& tile, const Run& run) {
+  // The vectors of all offsets of a tile and a run, offsets as in copy_numbers, and zeros up to whole panels, which end at
+  // the number that is returned.
+  int64_t copy_vectors(const Tile& tile, const Run& run) {
     const float* from = c.vectors + it.head * c.number_count * c.width;
-    const int64_t first = start + run.low - (tile.row_end - 1) - c.first_offset, number = tile.row_end - tile.row;
-    const int64_t n = run.high - run.low + number - 1, padded = whole(n + 1, PANEL);
+    const int64_t first = start + run.low - (tile.row_end - 1) - c.first_offset;
+    const int64_t n = run.high - run.low + (tile.row_end - tile.row) - 1, padded = whole(n + 1, PANEL);
     for (int64_t o = 0; o < padded; ++o) {
       const int64_t at = first + o;
       float* to = vectors + o * width_row;
@@ -297,6 +298,12 @@ class TileWork {
         std::memset(to, 0, static_cast<size_t>(width_row) * 4);
       }
     }
+    return padded;
+  }
+
+  // The products of a tile's queries with these vectors.
+  void multiply_vectors(const Tile& tile, const Run& run) {
+    const int64_t number = tile.row_end - tile.row, padded = copy_vectors(tile, run);
     const Tokens rows_of_vectors{vectors, 0, 0, width_row, FLOAT32};
     for (int64_t o = 0; o < padded; o += PANEL) {
       pack_panel(rows_of_vectors, o * width_row, PANEL, c.width, row, vector_panel);
@@ -539,6 +546,7 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
         }
         if (c.vectors != nullptr) {
           const int64_t begin = first + run.low - (tile.row_end - 1) - c.first_offset, n = run.high - run.low + number - 1;
+          if (m.runs.size() > 1) work.copy_vectors(tile, run);  // write_scores left those of the last run
           product(number, width_row, n, d_products, work.offset_row, 1, work.vectors, width_row, dq + at * width_row,
                   width_row, true);
           if (d.d_vectors != nullptr) {

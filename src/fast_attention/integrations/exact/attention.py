@@ -174,7 +174,7 @@ def _one_text(
 ) -> Tensor:  # fmt: skip
     """Attention of texts of equal length, (B, H, L, E), each of which is one row."""
     back, ahead, (length, keys), causal = seen.back, seen.ahead, (q.shape[-2], k.shape[-2]), seen.is_causal
-    right = 0 if causal else keys - 1 if ahead is None else ahead
+    right = 0 if causal else max(length, keys) - 1 if ahead is None else ahead  # the first query may be before all keys
     left = keys - 1 if back is None else back
     is_whole = left >= keys - 1 and (causal or ahead is None or ahead >= length - 1)
     if is_whole and sinks is None and bias is None and cap is None and (not causal or length == keys):

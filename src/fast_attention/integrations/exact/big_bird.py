@@ -28,8 +28,10 @@ LEAST = 5  # blocks that the pattern needs; the model has full attention below m
 class BigBirdBlockSparseAttention(modeling_big_bird.BigBirdBlockSparseAttention):
     """The attention module with the same parts."""
 
-    def exact_form(self) -> tuple[str, int]:
-        """What runs, in words, and from how many tokens on."""
+    def exact_form(self) -> tuple[str, int | None]:
+        """What runs, in words, and from how many tokens on; None: at no length anything else than before."""
+        if why := core.unavailable():
+            return f"what ran before: tiles need the compiled core ({why})", None
         return f"near, global and random blocks of {self.block_size}, in tiles", SHORTEST
 
     def forward(

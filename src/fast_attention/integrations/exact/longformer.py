@@ -27,8 +27,10 @@ from fast_attention.integrations.exact.global_window import Window, attend
 SHORTEST = 128  # tokens
 
 
-def attention_form(self: Any) -> tuple[str, int]:
-    """What runs, in words, and from how many tokens on."""
+def attention_form(self: Any) -> tuple[str, int | None]:
+    """What runs, in words, and from how many tokens on; None: at no length anything else than before."""
+    if why := core.unavailable():
+        return f"what ran before: tiles need the compiled core ({why})", None
     return f"window of {self.one_sided_attn_window_size} each side and global tokens, in tiles", SHORTEST
 
 

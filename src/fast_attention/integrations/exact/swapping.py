@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from fast_attention import core
 from fast_attention.integrations import forward_pass, fresh, probing, unpadding
 from fast_attention.integrations.exact import masks, mode, taught
 from fast_attention.integrations.exact.attention import BIAS, CAP, POSITIONS, SERVED, SINKS, Call
@@ -140,6 +141,8 @@ def described(call: Call, model: Any) -> tuple[str, str, int | None, int | None]
         return f"{order}attention by {named}{extra}", "what ran before", None, None
     if not {*call.changes} <= {*SERVED}:
         return f"{order}attention{extra}", "what ran before", None, None
+    if CAP in call.changes and (why := core.unavailable()):
+        return f"{order}attention{extra}", f"what ran before: tiles need the compiled core ({why})", None, None
     if POSITIONS in call.changes and (seen is None or seen.is_whole):
         what = f"{order or 'full '}attention{extra}"
         return what, "torch's kernel, which reads a number for each offset", shortest, shortest
