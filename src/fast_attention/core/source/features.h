@@ -34,7 +34,7 @@ inline FeatureSums sums_at(float* numbers, int64_t features, int64_t values) {
 struct FeatureScratch {
   Buffer queries, keys, panel, value_panel, values, pairs, d_pairs, sums, turned, top, out, tokens, row, bias, norms,
       not_numbers, query_rows, key_rows, query_columns, key_columns, wide, grad, d_denominators, d_features, d_values,
-      d_tokens, totals, scales, factors;
+      d_tokens, totals, scales, factors, parts;
   std::vector<int64_t> steps;
   const void* packed = nullptr;  // the rows of which query_rows and key_rows are made
   int64_t call = -1;
@@ -85,6 +85,9 @@ inline float product_of_rows(const float* a, const float* b, int64_t n) {
   for (int64_t e = 0; e < n; e += W) total += load(a + e) * load(b + e);
   return sum(total);
 }
+
+// Zeros in place of the numbers behind the column `last`.
+inline Vec columns_up_to(Vec x, int64_t last) { return counting() <= static_cast<int32_t>(last) ? x : Vec{}; }
 
 // What one head's items share: how tokens become features, and sums that steps add to.
 class FeatureWork {
@@ -147,12 +150,20 @@ class FeatureWork {
         std::memset(to, 0, static_cast<size_t>(line) * 4);
         continue;
       }
-      read_row(x, at(x, first + i), c.width, line, 1.0f, to);
-      if (c.map == IDENTITY) continue;
-      for (int64_t e = 0; e < columns; e += W) {  // NaN stays: `larger` gives its second number then
-        const Vec number = load(to + e), above = larger(Vec{}, number);
-        store(to + e, c.map == RELU ? above + c.offset : above + exp2(-larger(Vec{}, -number) * LOG2E));
-      }
+      const float* from = to;
+      if (x.kind == FLOAT32 && c.width % W == 0)
+        from = static_cast<const float*>(x.data) + at(x, first + i);
+      else
+        read_row(x, at(x, first + i), c.width, line, 1.0f, to);
+      if (c.map == ELU_PLUS_ONE)  // NaN stays: `larger` gives its second number then
+        for (int64_t e = 0; e < columns; e += W) {
+          const Vec number = load(from + e);
+          store(to + e, larger(Vec{}, number) + exp2(-larger(Vec{}, -number) * LOG2E));
+        }
+      else if (c.map == RELU)
+        for (int64_t e = 0; e < columns; e += W) store(to + e, larger(Vec{}, load(from + e)) + c.offset);
+      else if (from != to)
+        std::memcpy(to, from, static_cast<size_t>(columns) * 4);
       for (int64_t e = c.features; e < columns; ++e) to[e] = 0.0f;
     }
   }
@@ -304,6 +315,24 @@ class FeatureWork {
         read_row(c.v, at(c.v, first + i), c.values, value_row, 1.0f, value_memory + i * value_row);
     }
     return value_memory;
+  }
+
+  // Writes a row times a factor; zeros unless one of its numbers is not finite.
+  Vec write_output(int64_t i, float* from, float factor) const {
+    Vec finite = {};
+    for (int64_t e = c.values; e < whole(c.values, W); ++e) from[e] = 0.0f;
+    if (c.out.kind == FLOAT32 && c.values % W == 0) {
+      float* to = static_cast<float*>(c.out.data) + at(c.out, i);
+      for (int64_t e = 0; e < c.values; e += W) {
+        const Vec number = load(from + e) * factor;
+        store(to + e, number);
+        finite += number * 0.0f;
+      }
+      return finite;
+    }
+    for (int64_t e = 0; e < c.values; e += W) finite += load(from + e) * factor * 0.0f;
+    write_row(c.out, at(c.out, i), c.values, factor, from);
+    return finite;
   }
 
   // S += K^T V, z += sum of K.
@@ -595,7 +624,7 @@ inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t bat
   FeatureWork work(c, batch, head, m, false);
   const int64_t line = work.line, value_row = work.value_row, at_once = work.tokens_at_once;
   float *queries = m.queries.floats(2 * STEP * line), *out = m.out.floats(2 * STEP * value_row);
-  float *keys = nullptr, *panel = nullptr, *pairs = nullptr, *scale = nullptr;
+  float *keys = nullptr, *panel = nullptr, *pairs = nullptr, *scale = nullptr, *parts = m.parts.floats(2 * STEP * W);
   int64_t first, end, distance = 0;
   cut.of_queries(section, c, first, end);
   const FeatureSums before = work.kept(c.states, cut.keys + 1, c.causal ? cut.lead + section : cut.keys);
@@ -620,29 +649,43 @@ inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t bat
     work.queries(i, n, work.sums.scale, tops, false, queries);
     // Queries and their outputs stay in the first cache; a panel of the sums has features x PANEL numbers.
     panel_product(n, c.values, c.features, queries, line, 1, work.sums.kv, line * PANEL, out, value_row, false);
-    for (int64_t r = 0; r < n; ++r) denominators[i + r] = product_of_rows(queries + r * line, work.sums.z, work.columns);
+    for (int64_t r = 0; r < n; ++r) {
+      Vec total = {};
+      for (int64_t e = 0; e < work.columns; e += W) total += load(queries + r * line + e) * load(work.sums.z + e);
+      store(parts + r * W, total);
+    }
     if (c.causal) {
       work.triangle(queries, line, keys, line, c.features, n, panel, pairs);
       for (int64_t r = 0; r < n; ++r) {
-        float total = 0.0f;
-        for (int64_t j = 0; j <= r; ++j) total += pairs[r * STEP + j];
-        for (int64_t j = r + 1; j < STEP; ++j) pairs[r * STEP + j] = 0.0f;
-        denominators[i + r] += total;
+        Vec total = load(parts + r * W);
+        for (int64_t j = 0; j < STEP; j += W) {
+          const Vec seen = columns_up_to(load(pairs + r * STEP + j), r - j);
+          store(pairs + r * STEP + j, seen);
+          total += seen;
+        }
+        store(parts + r * W, total);
       }
       const float* v = work.values(i + cut.lead_keys, n, distance);
       work.add_triangle(pairs, v, distance, c.values, n, out, value_row);
       if (i + n < end) work.add_keys(keys, v, distance, n);
     }
+    for (int64_t r = 0; r < n; r += W) {  // the sums of the rows of W x W numbers, side by side
+      Vec block[W], denominator = {};
+#pragma GCC unroll 16
+      for (int j = 0; j < W; ++j) block[j] = load(parts + (r + j) * W);
+      transpose(block);
+#pragma GCC unroll 16
+      for (int j = 0; j < W; ++j) denominator += block[j];
+      denominator += c.eps;
+      const Vec size = denominator < 0.0f ? -denominator : denominator;
+      denominator = size < INFINITE ? denominator : all(std::numeric_limits<float>::quiet_NaN());
+      denominator = size < LEAST ? all(INFINITE) : denominator;
+      store(parts + r * W, denominator);
+    }
     for (int64_t r = 0; r < n; ++r) {
-      float denominator = denominators[i + r] + c.eps;
-      if (!(std::fabs(denominator) < INFINITE)) denominator = std::numeric_limits<float>::quiet_NaN();
-      if (std::fabs(denominator) < LEAST) denominator = INFINITE;
+      const float denominator = parts[r / W * W * W + r % W];
       denominators[i + r] = denominator;
-      const float factor = 1.0f / denominator;
-      float* from = out + r * value_row;
-      for (int64_t e = c.values; e < whole(c.values, W); ++e) from[e] = 0.0f;
-      for (int64_t e = 0; e < c.values; e += W) finite += load(from + e) * factor * 0.0f;
-      write_row(c.out, work.at(c.out, i + r), c.values, factor, from);
+      finite += work.write_output(i + r, out + r * value_row, 1.0f / denominator);
     }
     i += n;
   }
@@ -841,7 +884,8 @@ inline void section_gradients(const FeaturesCall& c, const FeaturesGradients& d,
       const float weight = d_denominators[at + r];
       for (int64_t e = 0; e < work.columns; e += W)
         store(d_features + r * line + e, load(d_features + r * line + e) + load(work.sums.z + e) * weight);
-      for (int64_t j = 0; j < STEP; ++j) dP[r * STEP + j] = j <= r ? dP[r * STEP + j] + weight : 0.0f;
+      for (int64_t j = 0; j < STEP; j += W)
+        store(dP + r * STEP + j, columns_up_to(load(dP + r * STEP + j) + weight, r - j));
     }
     work.add_triangle(dP, K, line, c.features, n, d_features, line);
     work.write_gradients(c.q, i, n, false, Q, d_features, d.dq, work.rows_of(d.d_query_rows, cut.queries, section),
@@ -867,7 +911,7 @@ inline void section_gradients(const FeaturesCall& c, const FeaturesGradients& d,
     product(n, whole(c.features, W), n, dP, 1, STEP, Q, line, d_features, line, true);
     work.triangle(Q, line, K, line, c.features, n, panel, pairs);
     for (int64_t r = 0; r < n; ++r)
-      for (int64_t j = r + 1; j < STEP; ++j) pairs[r * STEP + j] = 0.0f;
+      for (int64_t j = 0; j < STEP; j += W) store(pairs + r * STEP + j, columns_up_to(load(pairs + r * STEP + j), r - j));
     panel_product(n, c.values, c.features, K, line, 1, work.sums.kv, line * PANEL, d_values, value_row, false);
     product(n, whole(c.values, W), n, pairs, 1, STEP, g, value_row, d_values, value_row, true);
     work.write_values(d.dv, i + cut.lead_keys, n, d_values);
