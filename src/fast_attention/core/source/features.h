@@ -94,7 +94,7 @@ class FeatureWork {
  public:
   FeatureWork(const FeaturesCall& call, int64_t batch, int64_t head, FeatureScratch& memory, bool backward)
       : c(call), b(batch), h(head), m(memory), exponential(call.map == EXPONENTIAL),
-        columns(exponential ? whole(call.features, PANEL) : whole(call.features, W)), line(whole(call.features, 32)),
+        columns(whole(call.features, W)), line(whole(call.features, 32)),
         value_row(whole(call.values, 32)), width_row(whole(call.width, 32)), tokens_at_once(call.causal ? STEP : 2 * STEP) {
     const int64_t rows = 2 * STEP;
     tokens = m.tokens.floats(rows * width_row);

@@ -81,7 +81,7 @@ def _heads(x: Tensor, axes: int = 4) -> Tensor:
     lead = x.ndim - axes + 2
     if lead != 2:
         x = x.reshape(-1, *x.shape[lead - 1 :]) if lead > 2 else x[(None,) * (2 - lead)]
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.is_contiguous() else x.contiguous()
+    return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
 
 
 def _call(arguments: Arguments, number: int, offset: float, eps: float, is_causal: bool) -> list[Any]:
@@ -98,7 +98,7 @@ def _call(arguments: Arguments, number: int, offset: float, eps: float, is_causa
     return [_heads(q), _heads(k), _heads(v), mask, *weights, *state, number, offset, eps, is_causal]
 
 
-def _number(map: FeatureMap | None) -> tuple[int, float]:  # noqa: A002
+def _number(map: FeatureMap | None) -> tuple[int, float]:
     return (EXPONENTIAL, 0.0) if map is None else (NUMBERS[type(map)], getattr(map, "offset", 0.0))
 
 
@@ -121,7 +121,12 @@ def _sizes(call: list[Any]) -> tuple[int, int, int, int]:
 
 
 def _forward(
-    *arguments: Tensor | None, keep: bool, map: FeatureMap | None, eps: float, is_causal: bool, advances: bool  # noqa: A002
+    *arguments: Tensor | None,
+    keep: bool,
+    map: FeatureMap | None,
+    eps: float,
+    is_causal: bool,
+    advances: bool,
 ) -> tuple[Any, tuple[Tensor, ...]]:
     number, offset = _number(map)
     call = _call(arguments, number, offset, eps, is_causal)
@@ -148,7 +153,7 @@ def _forward(
 
 def _backward(
     inputs: Arguments, outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
-    *, map: FeatureMap | None, eps: float, is_causal: bool, advances: bool,  # noqa: A002
+    *, map: FeatureMap | None, eps: float, is_causal: bool, advances: bool,
 ) -> Arguments:  # fmt: skip
     number, offset = _number(map)
     call = _call(inputs, number, offset, eps, is_causal)
@@ -159,8 +164,6 @@ def _backward(
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     d_first = [None if x is None else x.new_empty(x.shape) for x in inputs[7:9]]
     wanted = [x is not None and x.requires_grad for x in (rows, key_rows, bias)]
-    if rows is key_rows:
-        wanted[1] = wanted[0]
     width, padded = -(-q.shape[3] // 32) * 32, -(-features // 32) * 32
     places = [(queries, features, width), (keys, features, width), (queries + keys, padded)]
     learned = [

@@ -146,7 +146,7 @@ def _plain_advance(
 
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Tensor | None,
-    map: FeatureMap, eps: float, is_causal: bool, advances: bool,  # noqa: A002
+    map: FeatureMap, eps: float, is_causal: bool, advances: bool,
 ) -> Any:  # fmt: skip
     queries, keys = map.features(q), reference.masked_keys(map.features, k, key_mask)
     if not advances:
