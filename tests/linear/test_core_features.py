@@ -82,7 +82,7 @@ def test_sums_are_the_plain_form(sizes: tuple[int, int, int, int], phi: FeatureM
 
 def core_width() -> None:
     """What the loader chooses."""
-    torch.ops.fast_attention_core.use_width(core.WIDTHS.get(torch.backends.cpu.get_cpu_capability(), 4))
+    torch.ops.fast_attention_core.use_width(core.native_width())
 
 
 @pytest.mark.parametrize("scale", [0.5, 6.0])
@@ -184,9 +184,12 @@ def test_very_many_terms() -> None:
     k, W = torch.full((1, 1, n, 2), 0.3), torch.full((1, 4, 2), 0.7)
     v = torch.linspace(0, 1, n)[:, None].expand(1, 1, n, 1).clone().requires_grad_()
     for is_causal in (False, True):
-        for out in (favor_plus_attention(k, k, v, W, is_causal=is_causal), linear_attention(k, k, v, is_causal=is_causal)):
+        for out in (
+            favor_plus_attention(k, k, v, W, is_causal=is_causal),
+            linear_attention(k, k, v, is_causal=is_causal),
+        ):
             assert abs(out[0, 0, -1, 0].item() - 0.5) < 5e-7
             (gradient,) = torch.autograd.grad(out.sum(), v)
             expected = torch.arange(1, n + 1).double().reciprocal().flip(0).cumsum(0).flip(0)
             expected = expected if is_causal else torch.ones(n).double()
-            torch.testing.assert_close(gradient[0, 0, :, 0].double(), expected, rtol=3e-6, atol=0)
+            torch.testing.assert_close(gradient[0, 0, :, 0].double(), expected, rtol=2e-5, atol=0)
