@@ -188,7 +188,7 @@ def test_very_many_terms() -> None:
             favor_plus_attention(k, k, v, W, is_causal=is_causal),
             linear_attention(k, k, v, is_causal=is_causal),
         ):
-            assert abs(out[0, 0, -1, 0].item() - 0.5) < 5e-7
+            assert abs(out[0, 0, -1, 0].item() - 0.5) < 2e-6
             (gradient,) = torch.autograd.grad(out.sum(), v)
             expected = torch.arange(1, n + 1).double().reciprocal().flip(0).cumsum(0).flip(0)
             expected = expected if is_causal else torch.ones(n).double()

@@ -214,9 +214,9 @@ def test_second_derivatives_behind_a_state() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_very_many_terms(is_causal: bool) -> None:
-    """Sums of 2^18 equal terms lose nothing: running sums go to the total a few at a time."""
+    """Sums of 2^18 equal terms lose little: no running sum takes them one by one, which would cost 1e-3."""
     n = 2**18
     k, W = torch.full((1, n, 2), 0.3), torch.full((1, 4, 2), 0.7)
     v = torch.linspace(0, 1, n)[None, :, None]
     out = favor_plus_attention(k, k, v, W, is_causal=is_causal)
-    assert abs(out[0, -1, 0].item() - 0.5) < 5e-7
+    assert abs(out[0, -1, 0].item() - 0.5) < 1e-5
