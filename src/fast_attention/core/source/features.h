@@ -89,6 +89,15 @@ inline float product_of_rows(const float* a, const float* b, int64_t n) {
 // Zeros in place of the numbers behind the column `last`.
 inline Vec columns_up_to(Vec x, int64_t last) { return counting() <= static_cast<int32_t>(last) ? x : Vec{}; }
 
+// Not 0 where a number is infinite or NaN: told by its bits, because compilers take 0 x for 0.
+inline Ints not_finite(Vec x) { return (bits(x) & 0x7f800000) == 0x7f800000; }
+
+inline bool any(Ints x) {
+  int32_t found = 0;
+  for (int i = 0; i < W; ++i) found |= x[i];
+  return found != 0;
+}
+
 // What one head's items share: how tokens become features, and sums that steps add to.
 class FeatureWork {
  public:
@@ -180,15 +189,16 @@ class FeatureWork {
         continue;
       }
       read_row(x, at(x, first + i), c.width, width_row, 1.0f, to);
-      Vec square = {}, zero = {};
+      Vec square = {};
+      Ints broken = {};
       for (int64_t e = 0; e < width_row; e += W) {
         const Vec number = -larger(all(-MOST), -larger(all(-MOST), load(to + e))) * factor;
         store(to + e, number);
         square += number * number;
-        zero += number * 0.0f;
+        broken |= not_finite(number);
       }
       if (keys) norms[i] = sum(square) * (0.5f * LOG2E);
-      not_numbers[i] = sum(zero);  // 0 or NaN
+      not_numbers[i] = any(broken) ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
     }
   }
 
@@ -317,22 +327,22 @@ class FeatureWork {
     return value_memory;
   }
 
-  // Writes a row times a factor; zeros unless one of its numbers is not finite.
-  Vec write_output(int64_t i, float* from, float factor) const {
-    Vec finite = {};
+  // Writes a row times a factor; gives where its numbers are not finite.
+  Ints write_output(int64_t i, float* from, float factor) const {
+    Ints broken = {};
     for (int64_t e = c.values; e < whole(c.values, W); ++e) from[e] = 0.0f;
     if (c.out.kind == FLOAT32 && c.values % W == 0) {
       float* to = static_cast<float*>(c.out.data) + at(c.out, i);
       for (int64_t e = 0; e < c.values; e += W) {
         const Vec number = load(from + e) * factor;
         store(to + e, number);
-        finite += number * 0.0f;
+        broken |= not_finite(number);
       }
-      return finite;
+      return broken;
     }
-    for (int64_t e = 0; e < c.values; e += W) finite += load(from + e) * factor * 0.0f;
+    for (int64_t e = 0; e < c.values; e += W) broken |= not_finite(load(from + e) * factor);
     write_row(c.out, at(c.out, i), c.values, factor, from);
-    return finite;
+    return broken;
   }
 
   // S += K^T V, z += sum of K.
@@ -639,7 +649,7 @@ inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t bat
   }
   float* denominators = c.denominators + (batch * c.heads + head) * c.length;
   float* tops = denominators + c.batch * c.heads * c.length;  // of exponentials
-  Vec finite = {};
+  Ints broken = {};
   for (int64_t i = first; i < end;) {
     int64_t n = end - i < at_once ? end - i : at_once;
     if (c.causal) {
@@ -685,11 +695,11 @@ inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t bat
     for (int64_t r = 0; r < n; ++r) {
       const float denominator = parts[r / W * W * W + r % W];
       denominators[i + r] = denominator;
-      finite += work.write_output(i + r, out + r * value_row, 1.0f / denominator);
+      broken |= work.write_output(i + r, out + r * value_row, 1.0f / denominator);
     }
     i += n;
   }
-  return sum(finite) == 0.0f;
+  return !any(broken);
 }
 
 // Whether one item a head does it all: few tokens.

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from fast_attention import core
 from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.heads import short
 from fast_attention.engine.precision import widen
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
@@ -37,6 +38,11 @@ def obstacle(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> str:
     if q.dtype not in dispatch.HALVES_AND_SINGLE or any(x is not None and x.dtype != torch.float32 for x in others):
         return "more than 32 bits"
     return core.unavailable()
+
+
+def few(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why plain sums serve a call without states as well: many short sequences; empty where the core is to be taken."""
+    return "many short sequences, whose pairs are less than a state of each" if short(q, k, v) else ""
 
 
 def rule(plain: Callable[..., Any]) -> CustomGradient:

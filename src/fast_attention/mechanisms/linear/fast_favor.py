@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.opaque import like_queries, opaque
-from fast_attention.engine.precision import in_float32
+from fast_attention.engine.precision import in_float32, widen
 from fast_attention.feature_maps.feature_map import Map
 from fast_attention.mechanisms.linear import compiled, favor_gpu, feature_chunks, gpu, reference
 from fast_attention.mechanisms.linear.compiled import OutOfRangeError
@@ -47,33 +47,35 @@ def _attend(
 ) -> Tensor:
     """``attend`` without kernels for GPUs."""
     why = _against(phi, q, k, v, heads)
-    if not why:
+    if not (why := why or compiled.few(q, k, v)):
         try:
             return compiled.attend(
                 RULE, *_shaped(phi, q, k, v, key_mask, heads), map=None, eps=0.0, is_causal=is_causal
             )
         except OutOfRangeError:
             why = "outputs that are not finite"
-    dispatch.record("plain sums", why)
-    return _plain_sums(phi, q, k, v, heads, is_causal=is_causal, key_mask=key_mask)
+    return _plain_sums(phi, q, k, v, heads, is_causal=is_causal, key_mask=key_mask, why=why)
 
 
 @in_float32
 def _plain_sums(
-    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None
-) -> Tensor:
+    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None,
+    why: str,
+) -> Tensor:  # fmt: skip
     def maps(*weights: Tensor | None) -> tuple[Map, Map]:
         some = Heads(*weights)  # type: ignore[arg-type]
         return (lambda x: phi.plain(x, some)), (lambda x: phi.plain(x, some.keys))
 
-    return feature_chunks.feature_attention(maps, [*heads], q, k, v, is_causal=is_causal, key_mask=key_mask)
+    return feature_chunks.feature_attention(
+        maps, [*heads], q, k, v, is_causal=is_causal, key_mask=key_mask, because=why
+    )
 
 
 def _against(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *state: Tensor) -> str:
     """Why the core would not do; empty where it does."""
-    if not phi.exponential:
-        return "features of either sign"
-    return compiled.obstacle(q, k, v, *heads, *state)
+    if phi.exponential:
+        return compiled.obstacle(q, k, v, *widen(heads), *state)
+    return dispatch.obstacle(q, k, v) or "features of either sign"
 
 
 def _shaped(
@@ -83,6 +85,7 @@ def _shaped(
     lead = torch.broadcast_shapes(q.shape[:-2], heads.rows.shape[:-2])
     if lead != q.shape[:-2]:
         q, k, v = (x.expand(*lead, -1, -1) for x in (q, k, v))
+    heads = widen(heads)
     rows, key_rows = (
         None if x is None else torch.cat([x, -x], -2) if phi.pairs else x for x in (heads.rows, heads.key_rows)
     )

@@ -44,7 +44,7 @@ def _attend(
     settings: Any = {"eps": eps, "is_causal": is_causal}
     if type(phi) not in compiled.NUMBERS:
         return _mapped(q, k, v, key_mask, phi=phi, **settings)
-    why = compiled.obstacle(q, k, v)
+    why = compiled.obstacle(q, k, v) or compiled.few(q, k, v)
     if not why:
         try:
             return compiled.attend(RULE, q, k, v, key_mask, None, None, None, map=phi, **settings)
@@ -68,7 +68,11 @@ def _mapped(
     if not feature_chunks.against(maps, (), q, k, v, numbers=many):
         return feature_chunks.feature_attention(maps, (), q, k, v, key_mask=key_mask, **settings)
     keys, queries = reference.masked_keys(phi.features, k, key_mask), phi.features(q)
-    why = "every key has a scale of its own" if in_range.has_scale(keys) else compiled.obstacle(q, k, v)
+    why = (
+        "every key has a scale of its own"
+        if in_range.has_scale(keys)
+        else compiled.obstacle(q, k, v) or compiled.few(q, k, v)
+    )
     if not why:
         assert isinstance(queries, Features)
         assert isinstance(keys, Features)
