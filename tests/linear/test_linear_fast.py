@@ -59,6 +59,17 @@ def test_mechanism_is_its_definition(phi: FeatureMap, sizes: tuple[int, int]) ->
                 torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("sizes", [(60, 100), (100, 60), (300, 300), (333, 200)])
+def test_mechanism_is_its_definition_in_float32(sizes: tuple[int, int]) -> None:
+    """By the core where it is there; the first of more queries than keys see nothing."""
+    q, k, v = qkv(*sizes)
+    for key_mask in (None, some_keys(2, sizes[1])):
+        for is_causal in (False, True):
+            ours = LinearAttention()(q.float(), k.float(), v.float(), is_causal=is_causal, key_mask=key_mask)
+            expected = definition(EluPlusOne(), q, k, v, is_causal, key_mask)
+            torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_parameters_inside_a_map_learn() -> None:
     weight = torch.randn(8, 12, dtype=torch.float64, requires_grad=True)
     q, k, v = qkv(300)
