@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Bound, Shape, catalogue
+from fast_attention import Bound, Shape, catalogue, core
 from fast_attention.engine.precision import in_float32
 from fast_attention.integrations import swap
 from tests.cases import qkv
@@ -17,7 +17,8 @@ from tests.cases import qkv
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
-WRITTEN = ["FavorPlus", "FavorPlusPlus", "Favor", "ReLUAttention", "LinearAttention", "AFTLocal", "AFTConv"]
+WRITTEN = ["ReLUAttention", "AFTLocal", "AFTConv"]
+IN_CORE = ["FavorPlus", "FavorPlusPlus", "LinearAttention"]
 
 
 def grads(out: Tensor, inputs: list[Tensor], *, inside: bool) -> list[Tensor]:
@@ -41,13 +42,13 @@ def test_a_swapped_model_trains_with_backward_inside_autocast(mechanism: str) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", [*WRITTEN, *([] if core.unavailable() else IN_CORE)])
 def test_written_passes_keep_float32_after_a_forward_pass_outside_of_autocast(name: str, dtype: torch.dtype) -> None:
     mechanism = catalogue.default(name)
     torch.manual_seed(0)
     bound = Bound(mechanism, Shape(2, 16, 150)).to(dtype)
     inputs = [x.requires_grad_() for x in qkv(150, batch=1, width=16, dtype=dtype)]  # more than short forms serve
-    for is_causal in (False,) if name == "Favor" else (False, True):  # Favor's causal pass is not written out
+    for is_causal in (False, True):
         out = bound(*inputs, is_causal=is_causal)
         for a, b in zip(grads(out, inputs, inside=True), grads(out, inputs, inside=False), strict=True):
             if a is not None:

@@ -1,4 +1,4 @@
-"""cosFormer's chunks in cache, its state behind positions, and its refusals."""
+"""cosFormer's turned features, its state behind positions, and its refusals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from fast_attention import Bound, CosFormer, Shape, explain
-from fast_attention.mechanisms.linear import fast_linear_causal
+from fast_attention import Bound, CosFormer, Shape, core, explain
 from tests.cases import qkv
 
 LENGTH = 600
@@ -23,10 +22,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, longest: int, *, is
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_features_turned_chunk_by_chunk_are_those_of_all_pairs(
-    is_causal: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fast_linear_causal, "NUMBERS", 2**14)  # several chunks
+def test_turned_features_are_those_of_all_pairs(is_causal: bool, device: torch.device) -> None:
     bound = Bound(CosFormer(), Shape(2, 8, LENGTH + 50)).to(device)
     inputs = [x.requires_grad_() for x in qkv(LENGTH, LENGTH, device=device)]
     q, k, v = inputs
@@ -35,8 +31,10 @@ def test_features_turned_chunk_by_chunk_are_those_of_all_pairs(
     probe = torch.randn_like(out)
     for ours, theirs in zip(*(torch.autograd.grad(x, inputs, probe) for x in (out, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
-    if device.type == "cpu":
-        assert "chunk by chunk" in str(explain(bound, q, k, v, is_causal=is_causal))
+    if device.type == "cpu" and not core.unavailable():
+        narrow = [x.detach().float() for x in inputs]
+        assert "compiled core" in str(explain(bound.float(), *narrow, is_causal=is_causal))
+        torch.testing.assert_close(bound(*narrow, is_causal=is_causal).double(), expected, rtol=0, atol=2e-5)
 
 
 def test_the_last_tokens_after_others_see_them_at_their_distance(device: torch.device) -> None:

@@ -12,8 +12,7 @@ from fast_attention import LinearAttention, catalogue, explain
 from fast_attention.engine.chunked import scan
 from fast_attention.feature_maps.features import Custom, Exp, Quadratic, Relu, SoftmaxMap
 from fast_attention.functional import generalised_attention, linear_attention
-from fast_attention.mechanisms.linear import feature_chunks
-from fast_attention.mechanisms.linear import linear_attention as linear_attention_file
+from fast_attention.mechanisms.linear import fast_linear, feature_chunks
 from tests.cases import bind, qkv, some_keys
 
 
@@ -23,7 +22,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_chunks, "LEAST", 20)
     monkeypatch.setattr(feature_chunks, "NUMBERS", 1)
     monkeypatch.setattr(feature_chunks.against, "__kwdefaults__", {"numbers": 1})
-    monkeypatch.setattr(linear_attention_file, "MANY", 1)
+    monkeypatch.setattr(fast_linear, "MANY", 1)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, run: Any, leaves: list[Tensor]) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""What a feature map is: a value that turns (..., n, d) into (..., n, C), and its form for work in blocks."""
+"""What a feature map is: a value that turns (..., n, d) into (..., n, C)."""
 
 from __future__ import annotations
 
@@ -80,25 +80,5 @@ class FeatureMap(Value, ABC):
         return Features(self(x))
 
 
-class InPlace(FeatureMap, ABC):
-    """A map with its passes written in place, for work in blocks of consecutive tokens."""
-
-    def width(self, d: int) -> int:
-        """C, of tokens of width ``d``."""
-        return d
-
-    def at(self, start: int) -> InPlace:
-        """The map of a block whose first token is the sequence's token ``start``."""
-        return self
-
-    @abstractmethod
-    def fill(self, x: Tensor, out: Tensor, workspace: Tensor) -> None:
-        """``out`` becomes the features of ``x``; ``workspace`` is a tensor of the shape of ``x``, to be used freely."""
-
-    @abstractmethod
-    def vjp(self, x: Tensor, values: Tensor, gradient: Tensor, out: Tensor) -> None:
-        """``out`` becomes the gradient of ``x`` given that of ``values = phi(x)``, which may be lost."""
-
-
-class Elementwise(InPlace, ABC):
+class Elementwise(FeatureMap, ABC):
     """A map that takes every number by itself, C = d."""

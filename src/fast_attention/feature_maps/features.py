@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.numerics import bounded, exp
+from fast_attention.engine.numerics import bounded
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Logs
 from fast_attention.feature_maps.feature_map import Features as Features
 from fast_attention.value import at_least
@@ -24,14 +24,6 @@ class EluPlusOne(Elementwise):
     def __call__(self, x: Tensor) -> Tensor:
         """``elu(x) + 1``."""
         return F.elu(x).add_(1.0)
-
-    def fill(self, x: Tensor, out: Tensor, workspace: Tensor) -> None:
-        """The middle one of ``e^x``, 1 and ``x + 1``: these never stand the other way round."""
-        torch.clamp(x.new_ones(()), torch.add(x, 1.0, out=workspace), exp(x, out), out=out)
-
-    def vjp(self, x: Tensor, values: Tensor, gradient: Tensor, out: Tensor) -> None:
-        """The slope is the feature itself, at most 1."""
-        torch.mul(gradient, values.clamp_(max=1.0), out=out)
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,16 +44,6 @@ class Relu(Elementwise):
         """``max(x, 0) + offset``."""
         return x.relu() + self.offset if self.offset else x.relu()
 
-    def fill(self, x: Tensor, out: Tensor, workspace: Tensor) -> None:
-        """``max(x, 0) + offset``."""
-        torch.clamp_min(x, 0.0, out=out)
-        if self.offset:
-            out.add_(self.offset)
-
-    def vjp(self, x: Tensor, values: Tensor, gradient: Tensor, out: Tensor) -> None:
-        """The slope is 1 above zero and 0 elsewhere."""
-        torch.mul(gradient, torch.gt(x, 0.0, out=values), out=out)
-
 
 @dataclass(frozen=True, repr=False)
 class Identity(Elementwise):
@@ -72,14 +54,6 @@ class Identity(Elementwise):
     def __call__(self, x: Tensor) -> Tensor:
         """``x``."""
         return x
-
-    def fill(self, x: Tensor, out: Tensor, workspace: Tensor) -> None:
-        """``x``."""
-        out.copy_(x)
-
-    def vjp(self, x: Tensor, values: Tensor, gradient: Tensor, out: Tensor) -> None:
-        """The slope is 1."""
-        out.copy_(gradient)
 
 
 @dataclass(frozen=True, repr=False)

@@ -59,11 +59,52 @@ struct TilesGradients {
   float *d_numbers, *d_vectors;  // (batch, heads, number_count[, width]), zeros at first; nullptr: not wanted
 };
 
+// How tokens become features: number by number, or 2^(rows of a matrix times the token).
+enum Map : int32_t { ELU_PLUS_ONE = 0, RELU = 1, IDENTITY = 2, EXPONENTIAL = 3 };
+
+// Sums over keys, (batch, heads, features, values) and (batch, heads, features), over e^log_scale of each feature.
+struct States {
+  float *kv, *z, *log_scale;
+};
+
+struct FeaturesCall {
+  Tokens q, k, v, out;
+  float* denominators;  // ([1 or 2], batch, heads, length): then the logarithms of the queries' largest terms
+  float* states;        // (batch, heads, sections of keys + 1, state_numbers): the sums before each, and after all
+  int64_t batch, heads, length, keys, width, features, values;
+  const uint8_t* key_mask;
+  int64_t mask_batch, mask_head;
+  Map map;
+  float offset, eps;  // offset: what RELU adds
+  bool causal;        // as many keys at least as queries, which are the last of them
+  Tokens query_rows, key_rows;  // (batch, heads, features, width)
+  const float* bias;            // (batch, heads, features), added to exponents; nullptr: nothing
+  int64_t bias_batch, bias_head;
+  States first, last;  // before the first key, after the last; null pointers where not given, not wanted
+  int64_t number;      // of the call
+};
+
+struct FeaturesGradients {
+  Tokens grad_out, dq, dk, dv;
+  float* states;                       // (batch, heads, sections of queries + 1, state_numbers)
+  States last, first;                  // gradients of the call's
+  float *d_query_rows, *d_key_rows;    // (batch, heads, sections of queries or keys, features, rows of whole vectors)
+  float* d_bias;                       // (batch, heads, both sections, features)
+};
+
+constexpr int64_t SECTION = 256;  // tokens of one item of work
+inline int64_t section_count(int64_t tokens) { return (tokens + SECTION - 1) / SECTION; }
+inline int64_t state_numbers(int64_t features, int64_t values) {
+  return (features + 31) / 32 * 32 * ((values + 31) / 32 * 32 + 2);
+}
+
 // The functions of one width of vectors.
 struct Kernels {
   int32_t width;
   void (*tiles_forward)(const TilesCall&, const Pool&);
   void (*tiles_backward)(const TilesCall&, const TilesGradients&, const Pool&);
+  bool (*features_forward)(const FeaturesCall&, const Pool&);
+  void (*features_backward)(const FeaturesCall&, const FeaturesGradients&, const Pool&);
 };
 
 }  // namespace fast_attention

@@ -1,6 +1,7 @@
 // All families for vectors of one width; compiled once for each.
 #include <cmath>
 
+#include "features.h"
 #include "tiles.h"
 
 namespace fast_attention {
@@ -10,6 +11,8 @@ const Kernels FAST_ATTENTION_JOIN(kernels_of_width_, FAST_ATTENTION_WIDTH) = {
     FAST_ATTENTION_WIDTH,
     FAST_ATTENTION_NAMESPACE::tiles_forward,
     FAST_ATTENTION_NAMESPACE::tiles_backward,
+    FAST_ATTENTION_NAMESPACE::features_forward,
+    FAST_ATTENTION_NAMESPACE::features_backward,
 };
 
 }  // namespace fast_attention

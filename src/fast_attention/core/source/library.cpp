@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <atomic>
 #include <optional>
 
 #include "interface.h"
@@ -159,6 +160,120 @@ void tiles_backward(const Tensor& q, const Tensor& k, const Tensor& v, const May
   kernels->tiles_backward(c, d, pool());
 }
 
+States states_of(const MaybeTensor& kv, const MaybeTensor& z, const MaybeTensor& log_scale, const FeaturesCall& c) {
+  States states{};
+  if (!kv) return states;
+  const int64_t rows = c.batch * c.heads * c.features;
+  STD_TORCH_CHECK(kv->numel() == rows * c.values && z && z->numel() == rows, "a state does not fit");
+  states.kv = numbers_of<float>(*kv), states.z = numbers_of<float>(*z);
+  if (log_scale) {
+    STD_TORCH_CHECK(log_scale->numel() == rows, "a state's scales do not fit");
+    states.log_scale = numbers_of<float>(*log_scale);
+  }
+  return states;
+}
+
+FeaturesCall features_call(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                           const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
+                           const MaybeTensor& first_kv, const MaybeTensor& first_z, const MaybeTensor& first_scale,
+                           int64_t map, double offset, double eps, bool causal, const Tensor& out,
+                           const Tensor& denominators, const Tensor& states) {
+  static std::atomic<int64_t> calls{0};
+  FeaturesCall c{};
+  c.number = ++calls;
+  c.q = tokens(q), c.k = tokens(k), c.v = tokens(v), c.out = tokens(out);
+  c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3);
+  c.keys = k.size(2), c.values = v.size(3), c.features = c.width;
+  c.map = static_cast<Map>(map), c.offset = static_cast<float>(offset), c.eps = static_cast<float>(eps), c.causal = causal;
+  for (const Tensor* x : {&k, &v, &out})
+    STD_TORCH_CHECK(x->size(0) == c.batch && x->size(1) == c.heads, "heads do not fit");
+  STD_TORCH_CHECK(k.size(3) == c.width && v.size(2) == c.keys, "keys and values do not fit");
+  STD_TORCH_CHECK(out.size(2) == c.length && out.size(3) == c.values, "the output does not fit");
+  STD_TORCH_CHECK(map >= ELU_PLUS_ONE && map <= EXPONENTIAL && (!causal || c.keys >= c.length), "such a call is not served");
+  if (key_mask) {
+    STD_TORCH_CHECK(key_mask->dim() == 3 && key_mask->size(0) == c.batch && key_mask->size(1) == c.heads &&
+                        key_mask->size(2) == c.keys && (key_mask->stride(2) == 1 || c.keys <= 1),
+                    "the key mask does not fit");
+    c.key_mask = static_cast<const uint8_t*>(key_mask->data_ptr());
+    c.mask_batch = key_mask->stride(0), c.mask_head = key_mask->stride(1);
+  }
+  const bool exponential = map == EXPONENTIAL;
+  if (exponential) {
+    STD_TORCH_CHECK(query_rows && key_rows, "exponentials need rows");
+    c.query_rows = tokens(*query_rows), c.key_rows = tokens(*key_rows), c.features = query_rows->size(2);
+    for (const Tensor* x : {&*query_rows, &*key_rows})
+      STD_TORCH_CHECK(x->size(0) == c.batch && x->size(1) == c.heads && x->size(2) == c.features && x->size(3) == c.width &&
+                          x->scalar_type() == ScalarType::Float,
+                      "rows do not fit");
+    if (bias) {
+      STD_TORCH_CHECK(bias->dim() == 3 && bias->size(0) == c.batch && bias->size(1) == c.heads &&
+                          bias->size(2) == c.features && (bias->stride(2) == 1 || c.features == 1) &&
+                          bias->scalar_type() == ScalarType::Float,
+                      "the bias does not fit");
+      c.bias = static_cast<const float*>(bias->data_ptr());
+      c.bias_batch = bias->stride(0), c.bias_head = bias->stride(1);
+    }
+  }
+  const int64_t lead = causal ? c.keys - c.length : c.keys;
+  const int64_t slots = section_count(lead) + (causal ? section_count(c.length) : 0) + 1;
+  STD_TORCH_CHECK(states.numel() == c.batch * c.heads * slots * state_numbers(c.features, c.values) &&
+                      denominators.numel() == (exponential ? 2 : 1) * c.batch * c.heads * c.length,
+                  "the memory of sums does not fit");
+  c.states = numbers_of<float>(states), c.denominators = numbers_of<float>(denominators);
+  c.first = states_of(first_kv, first_z, first_scale, c);
+  STD_TORCH_CHECK(!c.first.kv || !exponential || c.first.log_scale, "a state of exponentials has scales");
+  return c;
+}
+
+bool features_forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                      const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
+                      const MaybeTensor& first_kv, const MaybeTensor& first_z, const MaybeTensor& first_scale, int64_t map,
+                      double offset, double eps, bool causal, const Tensor& out, const Tensor& denominators,
+                      const Tensor& states, const MaybeTensor& last_kv, const MaybeTensor& last_z,
+                      const MaybeTensor& last_scale) {
+  FeaturesCall c = features_call(q, k, v, key_mask, query_rows, key_rows, bias, first_kv, first_z, first_scale, map, offset,
+                                 eps, causal, out, denominators, states);
+  c.last = states_of(last_kv, last_z, last_scale, c);
+  STD_TORCH_CHECK(!c.last.kv || map != EXPONENTIAL || c.last.log_scale, "a state of exponentials has scales");
+  return kernels->features_forward(c, pool());
+}
+
+void features_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                       const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
+                       const MaybeTensor& first_kv, const MaybeTensor& first_z, const MaybeTensor& first_scale, int64_t map,
+                       double offset, double eps, bool causal, const Tensor& out, const Tensor& denominators,
+                       const Tensor& states, const Tensor& grad_out, const MaybeTensor& d_last_kv,
+                       const MaybeTensor& d_last_z, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                       const Tensor& d_states, const MaybeTensor& d_first_kv, const MaybeTensor& d_first_z,
+                       const MaybeTensor& d_query_rows, const MaybeTensor& d_key_rows, const MaybeTensor& d_bias) {
+  const FeaturesCall c = features_call(q, k, v, key_mask, query_rows, key_rows, bias, first_kv, first_z, first_scale, map,
+                                       offset, eps, causal, out, denominators, states);
+  FeaturesGradients d{};
+  d.grad_out = tokens(grad_out), d.dq = tokens(dq), d.dk = tokens(dk), d.dv = tokens(dv);
+  d.last = states_of(d_last_kv, d_last_z, {}, c), d.first = states_of(d_first_kv, d_first_z, {}, c);
+  STD_TORCH_CHECK(!d.first.kv || c.first.kv, "only a state that was given has a gradient");
+  const int64_t lead = section_count(causal ? c.keys - c.length : c.keys), queries = section_count(c.length);
+  const int64_t sections = lead + (causal ? queries : 0), heads = c.batch * c.heads;
+  const int64_t rows = c.features * ((c.width + 31) / 32 * 32);
+  STD_TORCH_CHECK(d_states.numel() == heads * (queries + 1) * state_numbers(c.features, c.values),
+                  "the memory of gradients does not fit");
+  d.states = numbers_of<float>(d_states);
+  if (d_query_rows) {
+    STD_TORCH_CHECK(d_query_rows->numel() == heads * queries * rows, "gradients of rows do not fit");
+    d.d_query_rows = numbers_of<float>(*d_query_rows);
+  }
+  if (d_key_rows) {
+    STD_TORCH_CHECK(d_key_rows->numel() == heads * sections * rows, "gradients of rows do not fit");
+    d.d_key_rows = numbers_of<float>(*d_key_rows);
+  }
+  if (d_bias) {
+    STD_TORCH_CHECK(d_bias->numel() == heads * (queries + sections) * ((c.features + 31) / 32 * 32),
+                    "gradients of the bias do not fit");
+    d.d_bias = numbers_of<float>(*d_bias);
+  }
+  kernels->features_backward(c, d, pool());
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(fast_attention_core, m) {
@@ -170,6 +285,16 @@ STABLE_TORCH_LIBRARY(fast_attention_core, m) {
   m.def("tiles_backward(" TILES "Tensor out, Tensor sums, Tensor grad_out, Tensor(a!) dq, Tensor(b!) dk, "
         "Tensor(c!) dv, Tensor(d!)? d_numbers, Tensor(e!)? d_vectors) -> ()");
 #undef TILES
+#define FEATURES                                                                                                 \
+  "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? query_rows, Tensor? key_rows, Tensor? bias, "            \
+  "Tensor? first_kv, Tensor? first_z, Tensor? first_scale, int map, float offset, float eps, bool causal, "
+  m.def("features_forward(" FEATURES "Tensor(a!) out, Tensor(b!) denominators, Tensor(c!) states, "
+        "Tensor(d!)? last_kv, Tensor(e!)? last_z, Tensor(f!)? last_scale) -> bool");
+  m.def("features_backward(" FEATURES "Tensor out, Tensor denominators, Tensor states, Tensor grad_out, "
+        "Tensor? d_last_kv, Tensor? d_last_z, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) d_states, "
+        "Tensor(e!)? d_first_kv, Tensor(f!)? d_first_z, Tensor(g!)? d_query_rows, Tensor(h!)? d_key_rows, "
+        "Tensor(i!)? d_bias) -> ()");
+#undef FEATURES
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fast_attention_core, CompositeExplicitAutograd, m) {
@@ -179,6 +304,8 @@ STABLE_TORCH_LIBRARY_IMPL(fast_attention_core, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(fast_attention_core, CPU, m) {
   m.impl("tiles_forward", TORCH_BOX(&tiles_forward));
   m.impl("tiles_backward", TORCH_BOX(&tiles_backward));
+  m.impl("features_forward", TORCH_BOX(&features_forward));
+  m.impl("features_backward", TORCH_BOX(&features_backward));
 }
 
 }  // namespace fast_attention

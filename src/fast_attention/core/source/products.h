@@ -19,7 +19,7 @@ inline void micro_kernel(int64_t K, const float* A, int64_t row, int64_t column,
 #pragma GCC unroll 12
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < N; ++j) sums[i][j] = add ? load(C + i * ldc + j * W) : Vec{};
+    for (int j = 0; j < N; ++j) sums[i][j] = Vec{};
   for (int64_t k = 0; k < K; ++k) {
     Vec b[N];
 #pragma GCC unroll 4
@@ -36,7 +36,8 @@ inline void micro_kernel(int64_t K, const float* A, int64_t row, int64_t column,
 #pragma GCC unroll 12
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < N; ++j) store(C + i * ldc + j * W, sums[i][j]);
+    for (int j = 0; j < N; ++j)  // added up first: a large sum would round every term
+      store(C + i * ldc + j * W, add ? load(C + i * ldc + j * W) + sums[i][j] : sums[i][j]);
 }
 
 // All rows against N vectors of columns, which stay in the first cache: K * N * W numbers.

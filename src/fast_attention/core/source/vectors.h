@@ -62,6 +62,13 @@ inline float largest(Vec v) {
   return a > b ? a : b;
 }
 
+// 0, 1, 2, ...
+inline Ints counting() {
+  Ints i;
+  for (int j = 0; j < W; ++j) i[j] = j;
+  return i;
+}
+
 inline Ints bits(Vec v) {
   Ints i;
   std::memcpy(&i, &v, sizeof i);
@@ -75,7 +82,7 @@ inline Vec from_bits(Ints i) {
 }
 
 // 2^x for x < 128; 0 from -126 down, and for minus infinity. The relative error is about 1e-7.
-inline Vec exp2(Vec x) {
+__attribute__((always_inline)) inline Vec exp2(Vec x) {
   const Vec rounding = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
   const Vec bounded = larger(x, all(-126.0f));
   const Vec shifted = bounded + rounding;

@@ -27,20 +27,22 @@ SEVERAL = 4  # chunks from which on the memory that is saved pays for making fea
 
 def feature_attention(
     maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None,
-    eps: float = 0.0,
+    eps: float = 0.0, because: str = "",
 ) -> Tensor:  # fmt: skip
     """Attention with weights ``phi_q(q_i) . phi_k(k_j)`` for any two maps made of ``weights``, by the path that suits.
 
-    Outputs (..., L, Ev) over the keys that each query may see; causal ones aligned to the bottom right.
+    Outputs (..., L, Ev) over the keys that each query may see; causal ones aligned to the bottom right. ``because``:
+    why no faster form serves.
     """
     why = against(maps, weights, q, k, v)
     if why:
-        dispatch.record("features, then two products", why)
+        dispatch.record("features, then two products", because or why)
         queries, keys = maps(*weights)
         keys = reference.masked_keys(keys, k, key_mask)
         return in_range.attend(queries(q), keys, v, is_causal=is_causal, eps=eps)
     dispatch.record(
-        "features chunk by chunk, with a running state", "autograd follows any map through one chunk at a time"
+        "features chunk by chunk, with a running state",
+        because or "autograd follows any map through one chunk at a time",
     )
     return _attend(maps, weights, q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
 

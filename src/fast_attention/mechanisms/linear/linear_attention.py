@@ -12,16 +12,13 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.advancing import in_chunks
-from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.linear import decayed_gpu, fast_linear, feature_chunks, gpu
+from fast_attention.mechanisms.linear import decayed_gpu, fast_linear, gpu
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.value import at_least
-
-MANY = 2**28  # features, a GiB: below, products over all of them are faster than chunks of them
 
 
 def linear_attention(
@@ -40,25 +37,11 @@ def linear_attention(
     authors' code. A map whose scale is kept apart (``Exp``) needs no ``eps`` and gets none. A query that sees nothing
     gets zeros.
     """
-    settings: Any = {"phi": feature_map, "eps": eps}
+    settings: Any = {"phi": feature_map, "eps": eps, "is_causal": is_causal}
     if why := gpu.obstacle(q, k, v, feature_map, key_mask):
-        return _attend(q, k, v, key_mask, why=why, is_causal=is_causal, **settings)
-    return gpu.attend(q, k, v, key_mask, is_causal=is_causal, **settings)
-
-
-@in_float32
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, eps: float, is_causal: bool, why: str
-) -> Tensor:
-    """``linear_attention`` without kernels for GPUs."""
-
-    def maps() -> tuple[Map, Map]:
-        return phi.features, phi.features
-
-    dispatch.unserved(q, why)
-    if not isinstance(phi, Elementwise) and not feature_chunks.against(maps, (), q, k, v, numbers=MANY):
-        return feature_chunks.feature_attention(maps, (), q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
-    return fast_linear.attend(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
+        dispatch.unserved(q, why)
+        return fast_linear.attend(q, k, v, key_mask, **settings)
+    return gpu.attend(q, k, v, key_mask, **settings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,7 +118,6 @@ class LinearAttention(Kernelised[tuple[()]]):
         walk = self._advance if isinstance(self._map, Elementwise) else self._in_chunks
         return walk(q, k, v, w, state, key_mask=key_mask)
 
-    @in_float32
     def _advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:

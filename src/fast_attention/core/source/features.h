@@ -1,0 +1,980 @@
+// Attention by features: out_i = phi(q_i) S_i / (phi(q_i) z_i + eps), S_i = sum_j phi(k_j) v_j^T and z_i = sum_j phi(k_j)
+// over the keys that query i sees: all, or those up to its own.
+//
+// Sequences are cut into sections. Sections of keys are summed at once; a scan of these sums gives what lies before each;
+// then sections of queries are read at once, in steps whose pairs are taken one by one. Features are made where they are
+// read. Exponentials come as logarithms to base two, and every feature has a scale of its own, the largest logarithm of
+// the keys so far: sums are over 2^scale. The scales of a step are those of its first key; it ends before a key that
+// is far above them, so that no key counts for a query before it, none vanishes, and nothing overflows.
+#pragma once
+#include <cmath>
+#include <vector>
+
+#include "products.h"
+
+namespace fast_attention {
+namespace FAST_ATTENTION_NAMESPACE {
+
+constexpr int64_t STEP = 32;         // tokens that meet pair by pair
+constexpr float SLACK = 57.0f;       // how far a key may be above a step's scales: 2^57, about e^40
+constexpr float LOWEST = -1e30f;     // the scale before the first key
+constexpr float MOST = 1e13f;        // of a coordinate: half of its square is a number above LOWEST
+constexpr float LEAST = 9.860761e-32f;  // of a denominator: below, a quotient means nothing
+
+// Sums of a section in panels of columns, which products read one after another: kv[panel][feature][PANEL].
+struct FeatureSums {
+  float *kv, *z, *scale;
+};
+
+inline FeatureSums sums_at(float* numbers, int64_t features, int64_t values) {
+  float* z = numbers + whole(features, 32) * whole(values, 32);
+  return {numbers, z, z + whole(features, 32)};
+}
+
+struct FeatureScratch {
+  Buffer queries, keys, panel, value_panel, values, pairs, d_pairs, sums, turned, top, out, tokens, row, bias, norms,
+      not_numbers, query_rows, key_rows, query_columns, key_columns, wide, grad, d_denominators, d_features, d_values,
+      d_tokens, totals, scales, factors, parts;
+  std::vector<int64_t> steps;
+  const void* packed = nullptr;  // the rows of which query_rows and key_rows are made
+  int64_t call = -1;
+};
+
+inline FeatureScratch& feature_scratch() {
+  static thread_local FeatureScratch memory;
+  return memory;
+}
+
+// C (M, columns of panels) = or += A (M, K) B, B in panels of K rows that are `panel` numbers apart.
+inline void panel_product(int64_t M, int64_t N, int64_t K, const float* A, int64_t row, int64_t column, const float* B,
+                          int64_t panel, float* C, int64_t ldc, bool add) {
+  for (int64_t j = 0; j < N; j += PANEL, B += panel)
+    if (N - j > W)
+      column_panel<2>(M, K, A, row, column, B, PANEL, C + j, ldc, add);
+    else
+      column_panel<1>(M, K, A, row, column, B, PANEL, C + j, ldc, add);
+}
+
+// Panels of C += A (M, K) B (K, N), rows of B ldb numbers apart.
+inline void add_to_panels(int64_t M, int64_t N, int64_t K, const float* A, int64_t row, int64_t column, const float* B,
+                          int64_t ldb, float* C, int64_t panel) {
+  for (int64_t j = 0; j < N; j += PANEL, C += panel)
+    if (N - j > W)
+      column_panel<2>(M, K, A, row, column, B + j, ldb, C, PANEL, true);
+    else
+      column_panel<1>(M, K, A, row, column, B + j, ldb, C, PANEL, true);
+}
+
+// Panels of (rows, columns) as panels of (columns, rows); both are whole panels of 32.
+inline void turn_panels(const float* from, int64_t rows, int64_t columns, float* to) {
+  for (int64_t r = 0; r < rows; r += W)
+    for (int64_t c = 0; c < columns; c += W) {
+      Vec block[W];
+      const float* source = from + (c / PANEL * rows + r) * PANEL + c % PANEL;
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) block[i] = load(source + i * PANEL);
+      transpose(block);
+      float* target = to + (r / PANEL * columns + c) * PANEL + r % PANEL;
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) store(target + i * PANEL, block[i]);
+    }
+}
+
+inline float product_of_rows(const float* a, const float* b, int64_t n) {
+  Vec total = {};
+  for (int64_t e = 0; e < n; e += W) total += load(a + e) * load(b + e);
+  return sum(total);
+}
+
+// Zeros in place of the numbers behind the column `last`.
+inline Vec columns_up_to(Vec x, int64_t last) { return counting() <= static_cast<int32_t>(last) ? x : Vec{}; }
+
+// Not 0 where a number is infinite or NaN: told by its bits, because compilers take 0 x for 0.
+inline Ints not_finite(Vec x) { return (bits(x) & 0x7f800000) == 0x7f800000; }
+
+inline bool any(Ints x) {
+  int32_t found = 0;
+  for (int i = 0; i < W; ++i) found |= x[i];
+  return found != 0;
+}
+
+// What one head's items share: how tokens become features, and sums that steps add to.
+class FeatureWork {
+ public:
+  FeatureWork(const FeaturesCall& call, int64_t batch, int64_t head, FeatureScratch& memory, bool backward)
+      : c(call), b(batch), h(head), m(memory), exponential(call.map == EXPONENTIAL),
+        columns(whole(call.features, W)), line(whole(call.features, 32)),
+        value_row(whole(call.values, 32)), width_row(whole(call.width, 32)), tokens_at_once(call.causal ? STEP : 2 * STEP) {
+    const int64_t rows = 2 * STEP;
+    tokens = m.tokens.floats(rows * width_row);
+    row = m.row.floats(width_row + value_row + line);
+    value_memory = m.values.floats(rows * value_row);
+    direct_values = c.v.kind == FLOAT32 && c.values % W == 0 && c.key_mask == nullptr;
+    const int64_t size = line * value_row + 2 * line;
+    sums = sums_at(m.sums.floats(size), c.features, c.values);
+    if (!exponential) return;
+    top = m.top.floats(line);
+    norms = m.norms.floats(rows);
+    not_numbers = m.not_numbers.floats(rows);
+    bias = m.bias.floats(line);
+    const float* added = c.bias == nullptr ? nullptr : c.bias + b * c.bias_batch + h * c.bias_head;
+    for (int64_t e = 0; e < line; ++e)
+      bias[e] = e >= c.features ? -INFINITE : added == nullptr ? 0.0f : added[e] * LOG2E;
+    query_rows = m.query_rows.floats(line * c.width);
+    key_rows = m.key_rows.floats(line * c.width);
+    if (backward) {
+      query_columns = m.query_columns.floats(line * width_row);
+      key_columns = m.key_columns.floats(line * width_row);
+    }
+    const void* source = static_cast<const char*>(c.query_rows.data) + 4 * (b * c.query_rows.batch + h * c.query_rows.head);
+    if (m.call == c.number && m.packed == source) return;
+    m.call = c.number, m.packed = source;
+    pack_rows(c.query_rows, query_rows, query_columns);
+    pack_rows(c.key_rows, key_rows, key_columns);
+  }
+
+  // Rows of the map as panels of their numbers, (width, PANEL) each, and as panels of columns, (features, PANEL).
+  void pack_rows(const Tokens& rows, float* to, float* in_columns) {
+    for (int64_t p = 0; p < c.features; p += PANEL)
+      pack_panel(rows, at(rows, p), c.features - p, c.width, row, to + p * c.width);
+    if (in_columns == nullptr) return;
+    for (int64_t e = 0; e < c.features; ++e) {
+      read_row(rows, at(rows, e), c.width, width_row, 1.0f, row);
+      for (int64_t p = 0; p < width_row; p += PANEL)
+        std::memcpy(in_columns + (p / PANEL * line + e) * PANEL, row + p, PANEL * 4);
+    }
+  }
+
+  int64_t at(const Tokens& x, int64_t i) const { return b * x.batch + h * x.head + i * x.row; }
+  bool hidden(int64_t key) const { return c.key_mask != nullptr && !c.key_mask[b * c.mask_batch + h * c.mask_head + key]; }
+
+  FeatureSums kept(float* states, int64_t slots, int64_t slot) const {
+    return sums_at(states + ((b * c.heads + h) * slots + slot) * state_numbers(c.features, c.values), c.features, c.values);
+  }
+
+  // Features of a map that takes every number by itself; zeros for hidden keys.
+  void elementwise(const Tokens& x, int64_t first, int64_t n, bool keys, float* to) const {
+    for (int64_t i = 0; i < n; ++i, to += line) {
+      if (keys && hidden(first + i)) {
+        std::memset(to, 0, static_cast<size_t>(line) * 4);
+        continue;
+      }
+      const float* from = to;
+      if (x.kind == FLOAT32 && c.width % W == 0)
+        from = static_cast<const float*>(x.data) + at(x, first + i);
+      else
+        read_row(x, at(x, first + i), c.width, line, 1.0f, to);
+      if (c.map == ELU_PLUS_ONE)  // NaN stays: `larger` gives its second number then
+        for (int64_t e = 0; e < columns; e += W) {
+          const Vec number = load(from + e);
+          store(to + e, larger(Vec{}, number) + exp2(-larger(Vec{}, -number) * LOG2E));
+        }
+      else if (c.map == RELU)
+        for (int64_t e = 0; e < columns; e += W) store(to + e, larger(Vec{}, load(from + e)) + c.offset);
+      else if (from != to)
+        std::memcpy(to, from, static_cast<size_t>(columns) * 4);
+      for (int64_t e = c.features; e < columns; ++e) to[e] = 0.0f;
+    }
+  }
+
+  // Numbers of n tokens within MOST, times d^(-1/4); zeros for hidden keys.
+  void read_tokens(const Tokens& x, int64_t first, int64_t n, bool keys) const {
+    const float factor = std::pow(static_cast<float>(c.width), -0.25f);
+    for (int64_t i = 0; i < n; ++i) {
+      float* to = tokens + i * width_row;
+      norms[i] = 0.0f, not_numbers[i] = 0.0f;
+      if (keys && hidden(first + i)) {
+        std::memset(to, 0, static_cast<size_t>(width_row) * 4);
+        norms[i] = INFINITE;
+        continue;
+      }
+      read_row(x, at(x, first + i), c.width, width_row, 1.0f, to);
+      Vec square = {};
+      Ints broken = {};
+      for (int64_t e = 0; e < width_row; e += W) {
+        const Vec number = -larger(all(-MOST), -larger(all(-MOST), load(to + e))) * factor;
+        store(to + e, number);
+        square += number * number;
+        broken |= not_finite(number);
+      }
+      if (keys) norms[i] = sum(square) * (0.5f * LOG2E);
+      not_numbers[i] = any(broken) ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+    }
+  }
+
+  // Their logarithms to base two. The rows, in panels of 8 KiB, come from the second cache; tokens stay in the first.
+  void logarithms(const Tokens& x, int64_t first, int64_t n, bool keys, float* to) const {
+    read_tokens(x, first, n, keys);
+    const float* rows = keys ? key_rows : query_rows;
+    for (int64_t p = 0; p < columns; p += PANEL)
+      column_panel<2>(n, c.width, tokens, width_row, 1, rows + p * c.width, PANEL, to + p, line, false);
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t e = 0; e < columns; e += W) store(to + i * line + e, load(to + i * line + e) * LOG2E + (load(bias + e) - norms[i]));
+  }
+
+  // Brings the sums to other scales; gradients of sums are divided by what these are multiplied by.
+  void rescale(const float* scale, bool gradients = false) {
+    for (int64_t f = 0; f < c.features; ++f) {
+      if (scale[f] == sums.scale[f]) continue;
+      const float factor = exp2(gradients ? scale[f] - sums.scale[f] : sums.scale[f] - scale[f]);
+      for (int64_t p = 0; p < value_row; p += PANEL)
+        for (int64_t e = 0; e < PANEL; e += W) {
+          float* to = sums.kv + (p / PANEL * line + f) * PANEL + e;
+          store(to, load(to) * factor);
+        }
+      sums.z[f] *= factor;
+      sums.scale[f] = scale[f];
+    }
+  }
+
+  // The same where the sums of values stand in panels of features.
+  void rescale_turned(const float* scale, float* turned) {
+    bool same = true;
+    float* factors = m.factors.floats(line);
+    for (int64_t f = 0; f < line; ++f) {
+      same = same && (f >= c.features || scale[f] == sums.scale[f]);
+      factors[f] = f >= c.features ? 1.0f : scale[f] == sums.scale[f] ? 1.0f : exp2(sums.scale[f] - scale[f]);
+      sums.z[f] *= factors[f];
+      sums.scale[f] = scale[f];
+    }
+    if (same) return;
+    for (int64_t p = 0; p < line; p += PANEL)
+      for (int64_t e = 0; e < c.values; ++e)
+        for (int64_t f = 0; f < PANEL; f += W) {
+          float* to = turned + (p / PANEL * value_row + e) * PANEL + f;  // rows: value_row, as turn_panels leaves them
+          store(to, load(to) * load(factors + p + f));
+        }
+  }
+
+  // Over 2^scale, in place of logarithms.
+  void exponentials(float* logs, int64_t i, const float* scale) const {
+    for (int64_t e = 0; e < columns; e += W) store(logs + e, exp2(load(logs + e) - load(scale + e)) + not_numbers[i]);
+    for (int64_t e = c.features; e < columns; ++e) logs[e] = 0.0f;
+  }
+
+  // Features of keys whose sums nobody reads before they are all there; the sums take their scales.
+  void keys_of_sums(int64_t first, int64_t n, float* to) {
+    if (!exponential) return elementwise(c.k, first, n, true, to);
+    logarithms(c.k, first, n, true, to);
+    for (int64_t e = 0; e < columns; e += W) {
+      Vec most = load(sums.scale + e);
+      for (int64_t i = 0; i < n; ++i) most = larger(load(to + i * line + e), most);
+      store(top + e, most);
+    }
+    rescale(top);
+    for (int64_t i = 0; i < n; ++i) exponentials(to + i * line, i, sums.scale);
+  }
+
+  // Features of the keys of a step, of which there may be fewer than n; `scale` becomes the step's, `top` the largest
+  // logarithms up to its end. The sums are left as they are.
+  int64_t keys_of_step(int64_t first, int64_t n, float* to, float* scale) {
+    if (!exponential) {
+      elementwise(c.k, first, n, true, to);
+      return n;
+    }
+    logarithms(c.k, first, n, true, to);
+    for (int64_t e = 0; e < columns; e += W) store(scale + e, larger(load(to + e), load(top + e)));
+    for (int64_t i = 0; i < n; ++i) {
+      float* logs = to + i * line;
+      Vec above = all(-INFINITE);
+      for (int64_t e = 0; e < columns; e += W) above = larger(load(logs + e) - load(scale + e), above);
+      if (i > 0 && largest(above) > SLACK) return i;
+      for (int64_t e = 0; e < columns; e += W) store(top + e, larger(load(logs + e), load(top + e)));
+      exponentials(logs, i, scale);
+    }
+    return n;
+  }
+
+  // Features of queries beside sums over 2^scale: over each query's largest term, whose logarithm is kept or `known`.
+  void queries(int64_t first, int64_t n, const float* scale, float* tops, bool known, float* to) {
+    if (!exponential) {
+      elementwise(c.q, first, n, false, to);
+      return;
+    }
+    logarithms(c.q, first, n, false, to);
+    for (int64_t i = 0; i < n; ++i) {
+      float* logs = to + i * line;
+      float before = tops[first + i];
+      if (!known) {
+        Vec most = all(-INFINITE);
+        for (int64_t e = 0; e < columns; e += W) {
+          const Vec term = load(logs + e) + load(scale + e);
+          store(logs + e, term);
+          most = larger(term, most);
+        }
+        tops[first + i] = before = largest(most);
+        for (int64_t e = 0; e < columns; e += W) store(logs + e, exp2(load(logs + e) - before) + not_numbers[i]);
+      } else {
+        for (int64_t e = 0; e < columns; e += W) store(logs + e, exp2(load(logs + e) + load(scale + e) - before));
+      }
+      for (int64_t e = c.features; e < columns; ++e) logs[e] = 0.0f;
+    }
+  }
+
+  // Rows of values of keys, zeros for hidden ones.
+  const float* values(int64_t first, int64_t n, int64_t& distance) const {
+    if (direct_values) {
+      distance = c.v.row;
+      return static_cast<const float*>(c.v.data) + at(c.v, first);
+    }
+    distance = value_row;
+    for (int64_t i = 0; i < n; ++i) {
+      if (hidden(first + i))
+        std::memset(value_memory + i * value_row, 0, static_cast<size_t>(value_row) * 4);
+      else
+        read_row(c.v, at(c.v, first + i), c.values, value_row, 1.0f, value_memory + i * value_row);
+    }
+    return value_memory;
+  }
+
+  // Writes a row times a factor; gives where its numbers are not finite.
+  Ints write_output(int64_t i, float* from, float factor) const {
+    Ints broken = {};
+    for (int64_t e = c.values; e < whole(c.values, W); ++e) from[e] = 0.0f;
+    if (c.out.kind == FLOAT32 && c.values % W == 0) {
+      float* to = static_cast<float*>(c.out.data) + at(c.out, i);
+      for (int64_t e = 0; e < c.values; e += W) {
+        const Vec number = load(from + e) * factor;
+        store(to + e, number);
+        broken |= not_finite(number);
+      }
+      return broken;
+    }
+    for (int64_t e = 0; e < c.values; e += W) broken |= not_finite(load(from + e) * factor);
+    write_row(c.out, at(c.out, i), c.values, factor, from);
+    return broken;
+  }
+
+  // S += K^T V, z += sum of K.
+  void add_keys(const float* keys, const float* v, int64_t distance, int64_t n) {
+    add_to_panels(c.features, c.values, n, keys, 1, line, v, distance, sums.kv, line * PANEL);
+    add_rows(keys, n, sums.z);
+  }
+
+  void add_rows(const float* rows, int64_t n, float* to) const {
+    for (int64_t e = 0; e < columns; e += W) {
+      Vec total = {};
+      for (int64_t i = 0; i < n; ++i) total += load(rows + i * line + e);
+      store(to + e, load(to + e) + total);
+    }
+  }
+
+  // z += the sum of rows times weights
+  void add_weighted_rows(const float* rows, const float* weights, int64_t n, float* to) const {
+    for (int64_t e = 0; e < columns; e += W) {
+      Vec total = {};
+      for (int64_t i = 0; i < n; ++i) total += load(rows + i * line + e) * weights[i];
+      store(to + e, load(to + e) + total);
+    }
+  }
+
+  // Products of keys of a step as columns, in panels of (numbers, PANEL); `above` rows see none of a panel's keys.
+  void triangle(const float* rows, int64_t row_distance, const float* keys, int64_t key_distance, int64_t numbers, int64_t n,
+                float* panel, float* to) const {
+    for (int64_t p = 0; p < n; p += PANEL) {
+      pack_panel({const_cast<float*>(keys), 0, 0, key_distance, FLOAT32}, p * key_distance, n - p, numbers, row, panel);
+      const int64_t above = p / ROWS * ROWS;
+      column_panel<2>(n - above, numbers, rows + above * row_distance, row_distance, 1, panel, PANEL, to + above * STEP + p,
+                      STEP, false);
+    }
+  }
+
+  // C += the triangle's rows times rows of keys
+  void add_triangle(const float* pairs, const float* rows, int64_t distance, int64_t numbers, int64_t n, float* to,
+                    int64_t to_row) const {
+    for (int64_t r = 0; r < n; r += ROWS) {
+      const int64_t count = n - r < ROWS ? n - r : ROWS;
+      product(count, whole(numbers, W), r + count, pairs + r * STEP, STEP, 1, rows, distance, to + r * to_row, to_row, true);
+    }
+  }
+
+  // Gradients of numerators and denominators of n queries.
+  void quotients(const FeaturesGradients& d, int64_t first, int64_t n, float* grad, float* d_denominators) const {
+    const float* denominators = c.denominators + (b * c.heads + h) * c.length;
+    for (int64_t i = 0; i < n; ++i, grad += value_row) {
+      read_row(d.grad_out, at(d.grad_out, first + i), c.values, value_row, 1.0f / denominators[first + i], grad);
+      read_row(c.out, at(c.out, first + i), c.values, value_row, 1.0f, row);
+      d_denominators[i] = -product_of_rows(grad, row, value_row);
+    }
+  }
+
+  // Writes the gradients of tokens, given their features and the gradients of these, which are lost. `slot` is the
+  // section's place among the gradients of rows and bias, null pointers where these are not wanted.
+  void write_gradients(const Tokens& x, int64_t first, int64_t n, bool keys, const float* features, float* d_features,
+                       const Tokens& to, float* d_rows, float* d_bias) {
+    if (!exponential) {
+      for (int64_t i = 0; i < n; ++i) {
+        float* slope = d_features + i * line;
+        const float* feature = features + i * line;
+        if (keys && hidden(first + i)) {
+          for (int64_t e = 0; e < c.width; ++e) slope[e] = 0.0f;
+        } else if (c.map == ELU_PLUS_ONE) {
+          for (int64_t e = 0; e < columns; e += W) store(slope + e, load(slope + e) * -larger(all(-1.0f), -load(feature + e)));
+        } else if (c.map == RELU) {
+          read_row(x, at(x, first + i), c.width, width_row, 1.0f, row);
+          for (int64_t e = 0; e < columns; e += W)
+            store(slope + e, load(row + e) > 0.0f ? load(slope + e) : Vec{});
+        }
+        write_row(to, at(to, first + i), c.width, 1.0f, slope);
+      }
+      return;
+    }
+    read_tokens(x, first, n, keys);
+    for (int64_t i = 0; i < n * line; i += line)
+      for (int64_t e = 0; e < columns; e += W)
+        store(d_features + i + e, load(d_features + i + e) * load(features + i + e));
+    float* d_tokens = m.d_tokens.floats(2 * STEP * width_row);
+    panel_product(n, c.width, c.features, d_features, line, 1, keys ? key_columns : query_columns, line * PANEL, d_tokens,
+                  width_row, false);
+    if (d_rows != nullptr)
+      product(c.features, whole(c.width, W), n, d_features, 1, line, tokens, width_row, d_rows, width_row, true);
+    if (d_bias != nullptr) add_rows(d_features, n, d_bias);
+    const float factor = std::pow(static_cast<float>(c.width), -0.25f);
+    for (int64_t i = 0; i < n; ++i) {
+      float *dx = d_tokens + i * width_row, *token = tokens + i * width_row;
+      if (keys) {
+        Vec total = {};
+        for (int64_t e = 0; e < columns; e += W) total += load(d_features + i * line + e);
+        const float all_features = sum(total);
+        for (int64_t e = 0; e < width_row; e += W) store(dx + e, load(dx + e) - load(token + e) * all_features);
+      }
+      for (int64_t e = 0; e < c.width; ++e)  // slope 0 beyond the bound
+        if (std::fabs(token[e]) >= MOST * factor) dx[e] = 0.0f;
+      write_row(to, at(to, first + i), c.width, factor, dx);
+    }
+  }
+
+  void write_values(const Tokens& to, int64_t first, int64_t n, float* rows) const {
+    for (int64_t i = 0; i < n; ++i, rows += value_row) {
+      if (hidden(first + i)) std::memset(rows, 0, static_cast<size_t>(value_row) * 4);
+      write_row(to, at(to, first + i), c.values, 1.0f, rows);
+    }
+  }
+
+  float* rows_of(float* gradients, int64_t slots, int64_t slot) const {
+    return gradients == nullptr ? nullptr : gradients + ((b * c.heads + h) * slots + slot) * c.features * width_row;
+  }
+  float* bias_of(float* gradients, int64_t slots, int64_t slot) const {
+    return gradients == nullptr ? nullptr : gradients + ((b * c.heads + h) * slots + slot) * line;
+  }
+
+  void clear(FeatureSums& x) const {
+    std::memset(x.kv, 0, static_cast<size_t>(line * value_row + line) * 4);
+    for (int64_t e = 0; e < line; ++e) x.scale[e] = exponential ? LOWEST : 0.0f;
+  }
+
+  void copy(const FeatureSums& from, const FeatureSums& to) const {
+    std::memcpy(to.kv, from.kv, static_cast<size_t>(state_numbers(c.features, c.values)) * 4);
+  }
+
+  const FeaturesCall& c;
+  const int64_t b, h;
+  FeatureScratch& m;
+  const bool exponential;
+  const int64_t columns, line, value_row, width_row, tokens_at_once;
+  FeatureSums sums{};
+  bool direct_values = false;
+  float *tokens = nullptr, *row = nullptr, *value_memory = nullptr, *top = nullptr, *norms = nullptr,
+        *not_numbers = nullptr, *bias = nullptr, *query_rows = nullptr, *key_rows = nullptr, *query_columns = nullptr,
+        *key_columns = nullptr;
+};
+
+// Sections of one call. Leading keys, which all queries see, come first, then those beside the queries.
+struct Sections {
+  explicit Sections(const FeaturesCall& c)
+      : lead_keys(c.causal ? c.keys - c.length : c.keys), lead(section_count(lead_keys)), queries(section_count(c.length)),
+        keys(lead + (c.causal ? queries : 0)) {}
+  int64_t lead_keys, lead, queries, keys;
+  // The keys of a section.
+  void of_keys(int64_t section, const FeaturesCall& c, int64_t& first, int64_t& end) const {
+    first = section < lead ? section * SECTION : lead_keys + (section - lead) * SECTION;
+    const int64_t limit = section < lead ? lead_keys : c.keys;
+    end = first + SECTION < limit ? first + SECTION : limit;
+  }
+  void of_queries(int64_t section, const FeaturesCall& c, int64_t& first, int64_t& end) const {
+    first = section * SECTION;
+    end = first + SECTION < c.length ? first + SECTION : c.length;
+  }
+};
+
+inline void sum_section(const FeaturesCall& c, const Sections& cut, int64_t batch, int64_t head, int64_t section) {
+  FeatureScratch& m = feature_scratch();
+  FeatureWork work(c, batch, head, m, false);
+  float* keys = m.keys.floats(2 * STEP * work.line);
+  work.sums = work.kept(c.states, cut.keys + 1, section);
+  work.clear(work.sums);
+  int64_t first, end;
+  cut.of_keys(section, c, first, end);
+  for (int64_t j = first; j < end; j += 2 * STEP) {
+    const int64_t n = end - j < 2 * STEP ? end - j : 2 * STEP;
+    int64_t distance;
+    work.keys_of_sums(j, n, keys);
+    const float* v = work.values(j, n, distance);
+    work.add_keys(keys, v, distance, n);
+  }
+}
+
+// A call's own states are (features, values) and natural logarithms: what is lost in rounding those goes to the factor.
+inline float natural(float scale, double& factor) {
+  const float log = static_cast<float>(scale * 0.6931471805599453);
+  factor = scale > -1e20f ? std::exp2(scale - log * 1.4426950408889634) : 1.0;
+  return log;
+}
+
+inline float binary(float log, double& factor) {
+  const float scale = static_cast<float>(log * 1.4426950408889634);
+  factor = log > -1e20f ? std::exp2(log * 1.4426950408889634 - scale) : 1.0;
+  return scale;
+}
+
+// Sums of many sections in float64.
+class Totals {
+ public:
+  Totals(const FeatureWork& work, Buffer& memory)
+      : w(work), kv(static_cast<double*>(memory.bytes((work.line * work.value_row + work.line) * 8))),
+        z(kv + work.line * work.value_row) {}
+
+  void clear() { std::memset(kv, 0, static_cast<size_t>(w.line * w.value_row + w.line) * 8); }
+
+  // = total 2^(from - to) + sums 2^(their scale - to), to the larger scales where `to` is null
+  void add(const FeatureSums& sums, float* scale) {
+    for (int64_t f = 0; f < w.c.features; ++f) {
+      const float to = sums.scale[f] > scale[f] ? sums.scale[f] : scale[f];
+      const double ours = factor(scale[f], to), theirs = factor(sums.scale[f], to);
+      scale[f] = to;
+      z[f] = z[f] * ours + sums.z[f] * theirs;
+      combine(sums, f, ours, theirs);
+    }
+  }
+
+  void combine(const FeatureSums& sums, int64_t f, double ours, double theirs) {
+    for (int64_t p = 0; p < w.value_row / PANEL; ++p) {
+      double* total = kv + (p * w.line + f) * PANEL;
+      const float* part = sums.kv + (p * w.line + f) * PANEL;
+      for (int64_t e = 0; e < PANEL; ++e) total[e] = total[e] * ours + part[e] * theirs;
+    }
+  }
+
+  static double factor(float from, float to) { return from == to ? 1.0 : std::exp2(static_cast<double>(from) - to); }
+
+  void write(const FeatureSums& to, const float* scale) const {
+    for (int64_t i = 0; i < w.line * w.value_row; ++i) to.kv[i] = static_cast<float>(kv[i]);
+    for (int64_t f = 0; f < w.line; ++f) to.z[f] = static_cast<float>(z[f]), to.scale[f] = scale[f];
+  }
+
+  // A state of the caller, or the gradient of one.
+  void read(const States& x) {
+    const int64_t head = w.b * w.c.heads + w.h, features = w.c.features, values = w.c.values;
+    for (int64_t f = 0; f < features; ++f) {
+      z[f] = x.z[head * features + f];
+      for (int64_t e = 0; e < values; ++e)
+        kv[(e / PANEL * w.line + f) * PANEL + e % PANEL] = x.kv[(head * features + f) * values + e];
+    }
+  }
+
+  void multiply(int64_t f, double factor) {
+    z[f] *= factor;
+    for (int64_t p = 0; p < w.value_row / PANEL; ++p)
+      for (int64_t e = 0; e < PANEL; ++e) kv[(p * w.line + f) * PANEL + e] *= factor;
+  }
+
+  void write(const States& x) const {
+    const int64_t head = w.b * w.c.heads + w.h, features = w.c.features, values = w.c.values;
+    for (int64_t f = 0; f < features; ++f) {
+      x.z[head * features + f] = static_cast<float>(z[f]);
+      for (int64_t e = 0; e < values; ++e)
+        x.kv[(head * features + f) * values + e] = static_cast<float>(kv[(e / PANEL * w.line + f) * PANEL + e % PANEL]);
+    }
+  }
+
+  const FeatureWork& w;
+  double *kv, *z;
+};
+
+// In place of the sums of each section those before it, and behind the last those of all keys.
+inline void scan_sections(const FeaturesCall& c, const Sections& cut, int64_t batch, int64_t head) {
+  FeatureScratch& m = feature_scratch();
+  FeatureWork work(c, batch, head, m, false);
+  Totals totals(work, m.wide);
+  float* scale = m.totals.floats(2 * work.line);
+  totals.clear();
+  const float none = work.exponential ? LOWEST : 0.0f;
+  for (int64_t f = 0; f < work.line; ++f) scale[f] = none;
+  if (c.first.kv != nullptr) {
+    totals.read(c.first);
+    if (work.exponential)
+      for (int64_t f = 0; f < c.features; ++f) {
+        double factor;
+        scale[f] = binary(c.first.log_scale[(batch * c.heads + head) * c.features + f], factor);
+        totals.multiply(f, factor);
+      }
+  }
+  const bool all_summed = !c.causal || c.last.kv != nullptr;
+  FeatureSums part = sums_at(m.sums.floats(state_numbers(c.features, c.values)), c.features, c.values);
+  for (int64_t s = 0; s < cut.keys; ++s) {
+    const FeatureSums slot = work.kept(c.states, cut.keys + 1, s);
+    const bool summed = all_summed || s < cut.keys - 1;
+    if (summed) work.copy(slot, part);
+    totals.write(slot, scale);
+    if (summed) totals.add(part, scale);
+  }
+  totals.write(work.kept(c.states, cut.keys + 1, cut.keys), scale);
+  if (c.last.kv == nullptr) return;
+  for (int64_t f = 0; f < c.features && work.exponential; ++f) {
+    double factor;
+    c.last.log_scale[(batch * c.heads + head) * c.features + f] = natural(scale[f], factor);
+    totals.multiply(f, factor);
+  }
+  totals.write(c.last);
+}
+
+// The outputs of a section; whether all are finite.
+inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t batch, int64_t head, int64_t section) {
+  FeatureScratch& m = feature_scratch();
+  FeatureWork work(c, batch, head, m, false);
+  const int64_t line = work.line, value_row = work.value_row, at_once = work.tokens_at_once;
+  float *queries = m.queries.floats(2 * STEP * line), *out = m.out.floats(2 * STEP * value_row);
+  float *keys = nullptr, *panel = nullptr, *pairs = nullptr, *scale = nullptr, *parts = m.parts.floats(2 * STEP * W);
+  int64_t first, end, distance = 0;
+  cut.of_queries(section, c, first, end);
+  const FeatureSums before = work.kept(c.states, cut.keys + 1, c.causal ? cut.lead + section : cut.keys);
+  if (c.causal) {
+    work.copy(before, work.sums);
+    if (work.exponential) std::memcpy(work.top, before.scale, static_cast<size_t>(line) * 4);
+    keys = m.keys.floats(2 * STEP * line), panel = m.panel.floats(STEP * line), pairs = m.pairs.floats(STEP * STEP);
+    scale = m.scales.floats(line);
+    std::memset(scale, 0, static_cast<size_t>(line) * 4);
+  } else {
+    work.sums = before;
+  }
+  float* denominators = c.denominators + (batch * c.heads + head) * c.length;
+  float* tops = denominators + c.batch * c.heads * c.length;  // of exponentials
+  Ints broken = {};
+  for (int64_t i = first; i < end;) {
+    int64_t n = end - i < at_once ? end - i : at_once;
+    if (c.causal) {
+      n = work.keys_of_step(i + cut.lead_keys, n, keys, scale);
+      if (work.exponential) work.rescale(scale);
+    }
+    work.queries(i, n, work.sums.scale, tops, false, queries);
+    // Queries and their outputs stay in the first cache; a panel of the sums has features x PANEL numbers.
+    panel_product(n, c.values, c.features, queries, line, 1, work.sums.kv, line * PANEL, out, value_row, false);
+    for (int64_t r = 0; r < n; ++r) {
+      Vec total = {};
+      for (int64_t e = 0; e < work.columns; e += W) total += load(queries + r * line + e) * load(work.sums.z + e);
+      store(parts + r * W, total);
+    }
+    if (c.causal) {
+      work.triangle(queries, line, keys, line, c.features, n, panel, pairs);
+      for (int64_t r = 0; r < n; ++r) {
+        Vec total = load(parts + r * W);
+        for (int64_t j = 0; j < STEP; j += W) {
+          const Vec seen = columns_up_to(load(pairs + r * STEP + j), r - j);
+          store(pairs + r * STEP + j, seen);
+          total += seen;
+        }
+        store(parts + r * W, total);
+      }
+      const float* v = work.values(i + cut.lead_keys, n, distance);
+      work.add_triangle(pairs, v, distance, c.values, n, out, value_row);
+      if (i + n < end) work.add_keys(keys, v, distance, n);
+    }
+    for (int64_t r = 0; r < n; r += W) {  // the sums of the rows of W x W numbers, side by side
+      Vec block[W], denominator = {};
+#pragma GCC unroll 16
+      for (int j = 0; j < W; ++j) block[j] = load(parts + (r + j) * W);
+      transpose(block);
+#pragma GCC unroll 16
+      for (int j = 0; j < W; ++j) denominator += block[j];
+      denominator += c.eps;
+      const Vec size = denominator < 0.0f ? -denominator : denominator;
+      denominator = size < INFINITE ? denominator : all(std::numeric_limits<float>::quiet_NaN());
+      denominator = size < LEAST ? all(INFINITE) : denominator;
+      store(parts + r * W, denominator);
+    }
+    for (int64_t r = 0; r < n; ++r) {
+      const float denominator = parts[r / W * W * W + r % W];
+      denominators[i + r] = denominator;
+      broken |= work.write_output(i + r, out + r * value_row, 1.0f / denominator);
+    }
+    i += n;
+  }
+  return !any(broken);
+}
+
+// Whether one item a head does it all: few tokens.
+inline bool one_item_a_head(const Sections& cut) { return cut.lead <= 1 && cut.queries <= 1; }
+
+inline bool features_forward(const FeaturesCall& c, const Pool& pool) {
+  const Sections cut(c);
+  const int64_t heads = c.batch * c.heads;
+  std::atomic<bool> finite{true};
+  const int64_t summed = !c.causal || c.last.kv != nullptr ? cut.keys : cut.keys - 1;
+  // Heads of one place in all sequences follow one another: they share rows, which are packed once.
+  const auto of_head = [&](int64_t item, int64_t& batch, int64_t& head) { batch = item % c.batch, head = item / c.batch; };
+  if (one_item_a_head(cut)) {
+    parallel_items(pool, heads, [&](int64_t item) {
+      int64_t batch, head;
+      of_head(item, batch, head);
+      for (int64_t s = 0; s < summed; ++s) sum_section(c, cut, batch, head, s);
+      scan_sections(c, cut, batch, head);
+      for (int64_t s = 0; s < cut.queries; ++s)
+        if (!read_section(c, cut, batch, head, s)) finite.store(false, std::memory_order_relaxed);
+    });
+    return finite;
+  }
+  if (summed > 0)
+    parallel_items(pool, heads * summed, [&](int64_t item) {
+      int64_t batch, head;
+      of_head(item / summed, batch, head);
+      sum_section(c, cut, batch, head, item % summed);
+    });
+  parallel_items(pool, heads, [&](int64_t item) {
+    int64_t batch, head;
+    of_head(item, batch, head);
+    scan_sections(c, cut, batch, head);
+  });
+  parallel_items(pool, heads * cut.queries, [&](int64_t item) {
+    int64_t batch, head;
+    of_head(item / cut.queries, batch, head);
+    if (!read_section(c, cut, batch, head, item % cut.queries)) finite.store(false, std::memory_order_relaxed);
+  });
+  return finite;
+}
+
+// Gradients of the sums that a section of queries reads, in the scales before it; where all queries read the same sums,
+// the queries' own gradients as well.
+inline void sum_gradients(const FeaturesCall& c, const FeaturesGradients& d, const Sections& cut, int64_t batch, int64_t head,
+                          int64_t section) {
+  FeatureScratch& m = feature_scratch();
+  FeatureWork work(c, batch, head, m, true);
+  const int64_t line = work.line, value_row = work.value_row, most = 2 * STEP;
+  float *queries = m.queries.floats(most * line), *grad = m.grad.floats(most * value_row),
+        *d_denominators = m.d_denominators.floats(most), *d_features = m.d_features.floats(most * line);
+  const FeatureSums before = work.kept(c.states, cut.keys + 1, c.causal ? cut.lead + section : cut.keys);
+  FeatureSums into = work.kept(d.states, cut.queries + 1, section);
+  work.clear(into);
+  float *tops = c.denominators + (c.batch * c.heads + batch * c.heads + head) * c.length, *turned = nullptr;
+  if (!c.causal) {
+    turned = m.turned.floats(line * value_row);
+    turn_panels(before.kv, line, value_row, turned);
+  }
+  int64_t first, end;
+  cut.of_queries(section, c, first, end);
+  const int64_t slots = cut.queries + cut.keys;
+  for (int64_t i = first; i < end; i += most) {
+    const int64_t n = end - i < most ? end - i : most;
+    work.queries(i, n, before.scale, tops, true, queries);
+    work.quotients(d, i, n, grad, d_denominators);
+    add_to_panels(c.features, c.values, n, queries, 1, line, grad, value_row, into.kv, line * PANEL);
+    work.add_weighted_rows(queries, d_denominators, n, into.z);
+    if (c.causal) continue;
+    panel_product(n, c.features, c.values, grad, value_row, 1, turned, value_row * PANEL, d_features, line, false);
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t e = 0; e < work.columns; e += W)
+        store(d_features + r * line + e, load(d_features + r * line + e) + load(before.z + e) * d_denominators[r]);
+    work.write_gradients(c.q, i, n, false, queries, d_features, d.dq, work.rows_of(d.d_query_rows, cut.queries, section),
+                         work.bias_of(d.d_bias, slots, section));
+  }
+}
+
+// In place of the gradients that each section's queries give to the sums before it, those of all later sections to the
+// sums after it; those of all queries in the first slot.
+inline void scan_gradients(const FeaturesCall& c, const FeaturesGradients& d, const Sections& cut, int64_t batch, int64_t head,
+                           bool all_summed) {
+  FeatureScratch& m = feature_scratch();
+  FeatureWork work(c, batch, head, m, true);
+  Totals totals(work, m.wide);
+  totals.clear();
+  const FeatureSums end = work.kept(c.states, cut.keys + 1, cut.keys);
+  if (d.last.kv != nullptr) {
+    totals.read(d.last);
+    for (int64_t f = 0; f < c.features && work.exponential; ++f) {
+      double factor;
+      natural(end.scale[f], factor);
+      totals.multiply(f, factor);
+    }
+  }
+  FeatureSums part = sums_at(m.sums.floats(state_numbers(c.features, c.values)), c.features, c.values);
+  const float* scale = end.scale;
+  for (int64_t t = cut.queries - 1; t >= 0; --t) {
+    const bool summed = all_summed || t > 0;
+    if (summed) work.copy(work.kept(d.states, cut.queries + 1, t), part);
+    if (c.causal) {
+      totals.write(work.kept(d.states, cut.queries + 1, t + 1), scale);
+      const float* earlier = work.kept(c.states, cut.keys + 1, cut.lead + t).scale;
+      for (int64_t f = 0; f < c.features && work.exponential; ++f) totals.multiply(f, Totals::factor(earlier[f], scale[f]));
+      scale = earlier;
+    }
+    for (int64_t f = 0; f < c.features && summed; ++f) {
+      totals.z[f] += part.z[f];
+      totals.combine(part, f, 1.0, 1.0);
+    }
+  }
+  totals.write(work.kept(d.states, cut.queries + 1, 0), scale);
+  if (d.first.kv == nullptr) return;
+  const float* earliest = work.kept(c.states, cut.keys + 1, 0).scale;
+  for (int64_t f = 0; f < c.features && work.exponential; ++f) {
+    double factor;
+    binary(c.first.log_scale[(batch * c.heads + head) * c.features + f], factor);
+    totals.multiply(f, factor * Totals::factor(earliest[f], scale[f]));
+  }
+  totals.write(d.first);
+}
+
+// Gradients of a section of keys that all queries see.
+inline void lead_gradients(const FeaturesCall& c, const FeaturesGradients& d, const Sections& cut, int64_t batch, int64_t head,
+                           int64_t section) {
+  FeatureScratch& m = feature_scratch();
+  FeatureWork work(c, batch, head, m, true);
+  const int64_t line = work.line, value_row = work.value_row, most = 2 * STEP;
+  const FeatureSums later = work.kept(d.states, cut.queries + 1, 0);
+  float *keys = m.keys.floats(most * line), *d_features = m.d_features.floats(most * line),
+        *d_values = m.d_values.floats(most * value_row), *turned = m.turned.floats(line * value_row);
+  turn_panels(later.kv, line, value_row, turned);
+  int64_t first, end, distance;
+  cut.of_keys(section, c, first, end);
+  const int64_t slots = cut.queries + cut.keys;
+  for (int64_t j = first; j < end; j += most) {
+    const int64_t n = end - j < most ? end - j : most;
+    if (work.exponential) {
+      work.logarithms(c.k, j, n, true, keys);
+      for (int64_t i = 0; i < n; ++i) work.exponentials(keys + i * line, i, later.scale);
+    } else {
+      work.elementwise(c.k, j, n, true, keys);
+    }
+    const float* v = work.values(j, n, distance);
+    panel_product(n, c.features, c.values, v, distance, 1, turned, value_row * PANEL, d_features, line, false);
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t e = 0; e < work.columns; e += W)
+        store(d_features + r * line + e, load(d_features + r * line + e) + load(later.z + e));
+    panel_product(n, c.values, c.features, keys, line, 1, later.kv, line * PANEL, d_values, value_row, false);
+    work.write_values(d.dv, j, n, d_values);
+    work.write_gradients(c.k, j, n, true, keys, d_features, d.dk, work.rows_of(d.d_key_rows, cut.keys, section),
+                         work.bias_of(d.d_bias, slots, cut.queries + section));
+  }
+}
+
+// Gradients of a section of queries and the keys beside them: first to last those of queries, then back those of keys.
+inline void section_gradients(const FeaturesCall& c, const FeaturesGradients& d, const Sections& cut, int64_t batch,
+                              int64_t head, int64_t section) {
+  FeatureScratch& m = feature_scratch();
+  FeatureWork work(c, batch, head, m, true);
+  const int64_t line = work.line, value_row = work.value_row;
+  // What both ways read: features, numerators' gradients and pairs' gradients of a section, parts of the second cache.
+  float *queries = m.queries.floats(SECTION * line), *keys = m.keys.floats(SECTION * line),
+        *grad = m.grad.floats(SECTION * value_row), *d_denominators = m.d_denominators.floats(SECTION),
+        *d_pairs = m.d_pairs.floats(SECTION * STEP), *pairs = m.pairs.floats(STEP * STEP);
+  float *d_features = m.d_features.floats(STEP * line), *d_values = m.d_values.floats(STEP * value_row),
+        *turned = m.turned.floats(line * value_row), *panel = m.panel.floats(PANEL * line),
+        *value_panel = m.value_panel.floats(PANEL * value_row);
+  float* scales = m.scales.floats((work.exponential ? SECTION : 1) * line);
+  std::memset(scales, 0, static_cast<size_t>(line) * 4);
+  const FeatureSums before = work.kept(c.states, cut.keys + 1, cut.lead + section);
+  float* tops = c.denominators + (c.batch * c.heads + batch * c.heads + head) * c.length;
+  turn_panels(before.kv, line, value_row, turned);
+  std::memcpy(work.sums.z, before.z, static_cast<size_t>(2 * line) * 4);  // and scales
+  if (work.exponential) std::memcpy(work.top, before.scale, static_cast<size_t>(line) * 4);
+  int64_t first, end, distance;
+  cut.of_queries(section, c, first, end);
+  const int64_t slots = cut.queries + cut.keys, key_section = cut.lead + section;
+  m.steps.clear();
+  for (int64_t i = first; i < end;) {
+    const int64_t at = i - first;
+    float *Q = queries + at * line, *K = keys + at * line, *g = grad + at * value_row, *dP = d_pairs + at * STEP;
+    float* scale = scales + (work.exponential ? static_cast<int64_t>(m.steps.size()) * line : 0);
+    const int64_t n = work.keys_of_step(i + cut.lead_keys, end - i < STEP ? end - i : STEP, K, scale);
+    if (work.exponential) work.rescale_turned(scale, turned);
+    work.queries(i, n, scale, tops, true, Q);
+    work.quotients(d, i, n, g, d_denominators + at);
+    panel_product(n, c.features, c.values, g, value_row, 1, turned, value_row * PANEL, d_features, line, false);
+    const float* v = work.values(i + cut.lead_keys, n, distance);
+    work.triangle(g, value_row, v, distance, c.values, n, value_panel, dP);
+    for (int64_t r = 0; r < n; ++r) {
+      const float weight = d_denominators[at + r];
+      for (int64_t e = 0; e < work.columns; e += W)
+        store(d_features + r * line + e, load(d_features + r * line + e) + load(work.sums.z + e) * weight);
+      for (int64_t j = 0; j < STEP; j += W)
+        store(dP + r * STEP + j, columns_up_to(load(dP + r * STEP + j) + weight, r - j));
+    }
+    work.add_triangle(dP, K, line, c.features, n, d_features, line);
+    work.write_gradients(c.q, i, n, false, Q, d_features, d.dq, work.rows_of(d.d_query_rows, cut.queries, section),
+                         work.bias_of(d.d_bias, slots, section));
+    if (i + n < end) {
+      add_to_panels(c.values, c.features, n, v, 1, distance, K, line, turned, value_row * PANEL);
+      work.add_rows(K, n, work.sums.z);
+    }
+    m.steps.push_back(i);
+    i += n;
+  }
+  work.copy(work.kept(d.states, cut.queries + 1, section + 1), work.sums);
+  for (int64_t step = static_cast<int64_t>(m.steps.size()) - 1, stop = end; step >= 0; --step) {
+    const int64_t i = m.steps[step], n = stop - i, at = i - first;
+    const float *Q = queries + at * line, *K = keys + at * line, *g = grad + at * value_row, *dP = d_pairs + at * STEP;
+    if (work.exponential) work.rescale(scales + step * line, true);
+    turn_panels(work.sums.kv, line, value_row, turned);
+    const float* v = work.values(i + cut.lead_keys, n, distance);
+    panel_product(n, c.features, c.values, v, distance, 1, turned, value_row * PANEL, d_features, line, false);
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t e = 0; e < work.columns; e += W)
+        store(d_features + r * line + e, load(d_features + r * line + e) + load(work.sums.z + e));
+    product(n, whole(c.features, W), n, dP, 1, STEP, Q, line, d_features, line, true);
+    work.triangle(Q, line, K, line, c.features, n, panel, pairs);
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t j = 0; j < STEP; j += W) store(pairs + r * STEP + j, columns_up_to(load(pairs + r * STEP + j), r - j));
+    panel_product(n, c.values, c.features, K, line, 1, work.sums.kv, line * PANEL, d_values, value_row, false);
+    product(n, whole(c.values, W), n, pairs, 1, STEP, g, value_row, d_values, value_row, true);
+    work.write_values(d.dv, i + cut.lead_keys, n, d_values);
+    work.write_gradients(c.k, i + cut.lead_keys, n, true, K, d_features, d.dk,
+                         work.rows_of(d.d_key_rows, cut.keys, key_section), work.bias_of(d.d_bias, slots, cut.queries + key_section));
+    if (i > first) {
+      add_to_panels(c.features, c.values, n, Q, 1, line, g, value_row, work.sums.kv, line * PANEL);
+      work.add_weighted_rows(Q, d_denominators + at, n, work.sums.z);
+    }
+    stop = i;
+  }
+}
+
+inline void features_backward(const FeaturesCall& c, const FeaturesGradients& d, const Pool& pool) {
+  const Sections cut(c);
+  const int64_t heads = c.batch * c.heads;
+  const bool all_summed = !c.causal || cut.lead > 0 || d.first.kv != nullptr;
+  const int64_t skipped = all_summed ? 0 : 1, summed = cut.queries - skipped, last = c.causal ? cut.queries : 0;
+  const auto of_head = [&](int64_t item, int64_t& batch, int64_t& head) { batch = item % c.batch, head = item / c.batch; };
+  const auto keys_of = [&](int64_t batch, int64_t head, int64_t item) {
+    if (item < cut.lead)
+      lead_gradients(c, d, cut, batch, head, item);
+    else
+      section_gradients(c, d, cut, batch, head, item - cut.lead);
+  };
+  if (one_item_a_head(cut)) {
+    parallel_items(pool, heads, [&](int64_t item) {
+      int64_t batch, head;
+      of_head(item, batch, head);
+      for (int64_t s = skipped; s < cut.queries; ++s) sum_gradients(c, d, cut, batch, head, s);
+      scan_gradients(c, d, cut, batch, head, all_summed);
+      for (int64_t s = 0; s < cut.lead + last; ++s) keys_of(batch, head, s);
+    });
+    return;
+  }
+  if (summed > 0)
+    parallel_items(pool, heads * summed, [&](int64_t item) {
+      int64_t batch, head;
+      of_head(item / summed, batch, head);
+      sum_gradients(c, d, cut, batch, head, item % summed + skipped);
+    });
+  parallel_items(pool, heads, [&](int64_t item) {
+    int64_t batch, head;
+    of_head(item, batch, head);
+    scan_gradients(c, d, cut, batch, head, all_summed);
+  });
+  const int64_t parts = cut.lead + last;
+  parallel_items(pool, heads * parts, [&](int64_t item) {
+    int64_t batch, head;
+    of_head(item / parts, batch, head);
+    keys_of(batch, head, item % parts);
+  });
+}
+
+}  // namespace FAST_ATTENTION_NAMESPACE
+}  // namespace fast_attention
