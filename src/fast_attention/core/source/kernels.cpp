@@ -1,6 +1,7 @@
 // All families for vectors of one width; compiled once for each.
 #include <cmath>
 
+#include "lsh.h"
 #include "tiles.h"
 
 namespace fast_attention {
@@ -10,6 +11,9 @@ const Kernels FAST_ATTENTION_JOIN(kernels_of_width_, FAST_ATTENTION_WIDTH) = {
     FAST_ATTENTION_WIDTH,
     FAST_ATTENTION_NAMESPACE::tiles_forward,
     FAST_ATTENTION_NAMESPACE::tiles_backward,
+    FAST_ATTENTION_NAMESPACE::lsh_hash,
+    FAST_ATTENTION_NAMESPACE::lsh_forward,
+    FAST_ATTENTION_NAMESPACE::lsh_backward,
 };
 
 }  // namespace fast_attention
