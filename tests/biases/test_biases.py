@@ -79,7 +79,7 @@ def gradients(bound: Any, inputs: Any, **options: Any) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("mechanism", CASES, ids=repr)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-5)])
 def test_fast_passes_are_the_plain_form(mechanism: Any, is_causal: bool, dtype: torch.dtype, tolerance: float) -> None:
-    """Those of float32 by the core. With as many heads as make groups of several sequences, few heads as chunks of one, and cross lengths."""
+    """Those of float32 by the core. With many heads and few, and cross lengths."""
     sizes = [(5, 3, 150, 150), (1, 2, 200, 200)] + [(2, 2, 70, 150), (2, 2, 150, 70)] * mechanism.traits.cross
     for batch, heads, length, keys in sizes:
         bound = bind(mechanism, heads=heads, dtype=dtype)
