@@ -20,8 +20,6 @@ FAULTS = [
           f"{FAMILIES} -k 'outputs_are and Gemma3'"),
     Fault("same results: sinks are left out", "integrations/exact/attention.py",
           "sinks=extra.get(SINKS)", "sinks=None", f"{FAMILIES} -k 'outputs_are and GptOss'"),
-    Fault("16 bits: a block of queries begins a token late", "integrations/exact/attention.py",
-          "visible = (column >= row)", "visible = (column > row)", f"{FAMILIES} -k 'bfloat16 and Mistral'"),
     Fault("long inputs make a mask of all pairs", "integrations/exact/masks.py",
           "        return positions.keys >= pays_from(", "        return positions.keys >= 9 * pays_from(",
           f"{FAMILIES} -k 'long_inputs and Mistral'"),
