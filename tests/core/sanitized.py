@@ -22,6 +22,8 @@ from torch import Tensor
 from fast_attention import core
 from fast_attention.core import building
 from fast_attention.engine import tiles as engine_tiles
+from fast_attention.feature_maps.features import EluPlusOne
+from fast_attention.mechanisms.linear import fast_favor, fast_linear
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "build" / "sanitized" / core.FILE.name
@@ -69,6 +71,7 @@ def main() -> int:
         assert torch.ops.fast_attention_core.use_width(width) == width
         for size, (dtype, window, causal) in itertools.product(SIZES, CALLS):
             tiles(*size, dtype, window, causal)
+            features(*size, dtype, causal)
     registered = {
         each.split("::")[1] for each in torch._C._dispatch_get_all_op_names() if "fast_attention_core::" in each
     }
@@ -123,6 +126,35 @@ def tiles(
         slopes = [None if x is None else torch.zeros(batch, *x.shape) for x in (bias, by_offset)]
         call("tiles_backward", *given, grad_out, dq, dk, dv, *slopes)
         assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+def features(heads: int, _: int, length: int, width: int, values: int, dtype: torch.dtype, causal: bool) -> None:
+    """Sums of features and of exponentials, forward and backward, with more keys than queries, masks and states."""
+    called.update(("features_forward", "features_backward"))
+    few = min(width, 33) + 4
+    rows, bias = torch.randn(heads, few, width), torch.randn(heads, 1, few)
+    for more, behind in ((0, False), (length // 2, False), (0, True)):
+        if behind and not causal:
+            continue
+        sizes = (length, width), (length + more, width), (length + more, values)
+        q, k, v = (torch.randn(2, heads, *size).to(dtype).requires_grad_() for size in sizes)
+        mask = torch.rand(2, 1, length + more) < 0.7
+        for rule, phi, weights, number in (
+            (fast_linear.RULE, EluPlusOne(), [None] * 3, width),
+            (fast_favor.RULE, None, [rows, rows.flip(1), bias], few),
+        ):
+            weights = [None if x is None else x.requires_grad_() for x in weights]
+            state: list[Tensor | None] = [None] * 3
+            if behind:
+                state = [
+                    torch.rand(2, heads, number, values),
+                    torch.rand(2, heads, number),
+                    torch.zeros(2, heads, number),
+                ]
+            out = rule(q, k, v, mask, *weights, *state, map=phi, eps=1e-6, is_causal=causal, advances=behind)
+            out = out[0] if behind else out
+            assert out.isfinite().all()
+            assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum(), (q, k, v)))
 
 
 if __name__ == "__main__":

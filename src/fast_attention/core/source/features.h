@@ -908,6 +908,8 @@ inline void section_gradients(const FeaturesCall& c, const FeaturesGradients& d,
     i += n;
   }
   work.copy(work.kept(d.states, cut.queries + 1, section + 1), work.sums);
+  if (work.exponential && section == cut.queries - 1 && d.last.kv == nullptr)  // nobody reads the sums after these keys,
+    std::memcpy(work.sums.scale, scales + (m.steps.size() - 1) * line, static_cast<size_t>(line) * 4);  // nor made them
   for (int64_t step = static_cast<int64_t>(m.steps.size()) - 1, stop = end; step >= 0; --step) {
     const int64_t i = m.steps[step], n = stop - i, at = i - first;
     const float *Q = queries + at * line, *K = keys + at * line, *g = grad + at * value_row, *dP = d_pairs + at * STEP;

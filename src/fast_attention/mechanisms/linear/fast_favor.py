@@ -80,7 +80,7 @@ def _against(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Head
 
 def _shaped(
     phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, heads: Heads
-) -> list[Tensor | None]:
+) -> list[Any]:
     """Tokens for all heads, and rows of all features, as the core takes them."""
     lead = torch.broadcast_shapes(q.shape[:-2], heads.rows.shape[:-2])
     if lead != q.shape[:-2]:
