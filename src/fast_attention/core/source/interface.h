@@ -98,6 +98,30 @@ inline int64_t state_numbers(int64_t features, int64_t values) {
   return (features + 31) / 32 * 32 * ((values + 31) / 32 * 32 + 2);
 }
 
+// Buckets (batch, heads, rounds, length) of tokens by rotations (heads, rounds, width, columns).
+struct HashCall {
+  Tokens q;
+  const float* rotations;
+  int32_t* buckets;
+  int64_t batch, heads, length, width, rounds, columns;
+  const int64_t* factors;  // of the number of buckets, even; half of their sum is `columns`
+  int64_t factor_count;
+};
+
+struct LshCall {
+  Tokens q, v, out;
+  const int32_t* buckets;  // (batch, heads, rounds, length), from 0 to `number`, which is that of masked tokens
+  int32_t *order, *codes;  // (batch, heads, rounds, length): see lsh.h
+  float *lengths, *logs;   // (batch, heads, length): of queries; of normalisers, base 2, +infinity where nobody is met
+  int64_t batch, heads, length, width, values, rounds, number, size;
+  bool ranked, across, causal, distinct;
+  float scale, shortest;
+};
+
+struct LshGradients {
+  Tokens grad_out, dq, dv;
+};
+
 // The functions of one width of vectors.
 struct Kernels {
   int32_t width;
@@ -105,6 +129,9 @@ struct Kernels {
   void (*tiles_backward)(const TilesCall&, const TilesGradients&, const Pool&);
   bool (*features_forward)(const FeaturesCall&, const Pool&);
   void (*features_backward)(const FeaturesCall&, const FeaturesGradients&, const Pool&);
+  void (*lsh_hash)(const HashCall&, const Pool&);
+  void (*lsh_forward)(const LshCall&, const Pool&);
+  void (*lsh_backward)(const LshCall&, const LshGradients&, const Pool&);
 };
 
 }  // namespace fast_attention

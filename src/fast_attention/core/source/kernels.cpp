@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "features.h"
+#include "lsh.h"
 #include "tiles.h"
 
 namespace fast_attention {
@@ -13,6 +14,9 @@ const Kernels FAST_ATTENTION_JOIN(kernels_of_width_, FAST_ATTENTION_WIDTH) = {
     FAST_ATTENTION_NAMESPACE::tiles_backward,
     FAST_ATTENTION_NAMESPACE::features_forward,
     FAST_ATTENTION_NAMESPACE::features_backward,
+    FAST_ATTENTION_NAMESPACE::lsh_hash,
+    FAST_ATTENTION_NAMESPACE::lsh_forward,
+    FAST_ATTENTION_NAMESPACE::lsh_backward,
 };
 
 }  // namespace fast_attention

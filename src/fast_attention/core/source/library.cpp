@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <optional>
+#include <vector>
 
 #include "interface.h"
 
@@ -274,6 +275,73 @@ void features_backward(const Tensor& q, const Tensor& k, const Tensor& v, const 
   kernels->features_backward(c, d, pool());
 }
 
+void lsh_hash(const Tensor& q, const Tensor& rotations, std::vector<int64_t> factors, const Tensor& buckets) {
+  HashCall c{};
+  c.q = tokens(q), c.rotations = numbers_of<float>(rotations), c.buckets = numbers_of<int32_t>(buckets);
+  c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3);
+  STD_TORCH_CHECK(rotations.dim() == 4 && rotations.size(0) == c.heads && rotations.size(2) == c.width &&
+                      rotations.scalar_type() == ScalarType::Float,
+                  "the rotations do not fit");
+  c.rounds = rotations.size(1), c.columns = rotations.size(3);
+  c.factors = factors.data(), c.factor_count = static_cast<int64_t>(factors.size());
+  int64_t halves = 0;
+  for (const int64_t factor : factors) {
+    STD_TORCH_CHECK(factor >= 2 && factor % 2 == 0, "numbers of buckets are even");
+    halves += factor / 2;
+  }
+  STD_TORCH_CHECK(halves == c.columns, "the rotations do not fit the numbers of buckets");
+  STD_TORCH_CHECK(buckets.scalar_type() == ScalarType::Int && buckets.numel() == c.batch * c.heads * c.rounds * c.length,
+                  "the buckets do not fit");
+  kernels->lsh_hash(c, pool());
+}
+
+// flags: ranked, across, causal, distinct
+LshCall lsh_call(const Tensor& q, const Tensor& v, const Tensor& order, const Tensor& codes, const Tensor& lengths,
+                 const Tensor& logs, const Tensor& out, int64_t number, int64_t size, const std::vector<int64_t>& flags,
+                 double scale, double shortest) {
+  LshCall c{};
+  c.q = tokens(q), c.v = tokens(v), c.out = tokens(out);
+  c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3), c.values = v.size(3);
+  for (const Tensor* x : {&v, &out})
+    STD_TORCH_CHECK(x->size(0) == c.batch && x->size(1) == c.heads && x->size(2) == c.length && x->size(3) == c.values,
+                    "values and outputs do not fit");
+  STD_TORCH_CHECK(codes.dim() == 4 && codes.numel() == order.numel(), "orders and codes do not fit");
+  c.rounds = codes.size(2), c.number = number, c.size = size;
+  const int64_t tokens_of_all = c.batch * c.heads * c.length;
+  STD_TORCH_CHECK(codes.numel() == tokens_of_all * c.rounds && codes.scalar_type() == ScalarType::Int &&
+                      order.scalar_type() == ScalarType::Int,
+                  "orders and codes do not fit");
+  STD_TORCH_CHECK(lengths.numel() == tokens_of_all && logs.numel() == tokens_of_all, "lengths and logs do not fit");
+  STD_TORCH_CHECK(number >= 1 && size >= 1 && flags.size() == 4, "the settings do not fit");
+  c.order = numbers_of<int32_t>(order), c.codes = numbers_of<int32_t>(codes);
+  c.lengths = numbers_of<float>(lengths), c.logs = numbers_of<float>(logs);
+  c.ranked = flags[0] != 0, c.across = flags[1] != 0, c.causal = flags[2] != 0, c.distinct = flags[3] != 0;
+  c.scale = static_cast<float>(scale), c.shortest = static_cast<float>(shortest);
+  return c;
+}
+
+void lsh_forward(const Tensor& q, const Tensor& v, const Tensor& buckets, int64_t number, int64_t size,
+                 std::vector<int64_t> flags, double scale, double shortest, const Tensor& order, const Tensor& codes,
+                 const Tensor& lengths, const Tensor& logs, const Tensor& out) {
+  LshCall c = lsh_call(q, v, order, codes, lengths, logs, out, number, size, flags, scale, shortest);
+  STD_TORCH_CHECK(buckets.numel() == codes.numel() && buckets.scalar_type() == ScalarType::Int, "the buckets do not fit");
+  c.buckets = numbers_of<int32_t>(buckets);
+  kernels->lsh_forward(c, pool());
+}
+
+void lsh_backward(const Tensor& q, const Tensor& v, int64_t number, int64_t size, std::vector<int64_t> flags,
+                  double scale, double shortest, const Tensor& order, const Tensor& codes, const Tensor& lengths,
+                  const Tensor& logs, const Tensor& out, const Tensor& grad_out, const Tensor& dq, const Tensor& dv) {
+  const LshCall c = lsh_call(q, v, order, codes, lengths, logs, out, number, size, flags, scale, shortest);
+  LshGradients d{};
+  d.grad_out = tokens(grad_out), d.dq = tokens(dq), d.dv = tokens(dv);
+  for (int64_t axis = 0; axis < 4; ++axis)
+    STD_TORCH_CHECK(grad_out.size(axis) == out.size(axis) && dv.size(axis) == v.size(axis) &&
+                        dq.size(axis) == q.size(axis),
+                    "the gradients do not fit");
+  kernels->lsh_backward(c, d, pool());
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(fast_attention_core, m) {
@@ -295,6 +363,13 @@ STABLE_TORCH_LIBRARY(fast_attention_core, m) {
         "Tensor(e!)? d_first_kv, Tensor(f!)? d_first_z, Tensor(g!)? d_query_rows, Tensor(h!)? d_key_rows, "
         "Tensor(i!)? d_bias) -> ()");
 #undef FEATURES
+  m.def("lsh_hash(Tensor q, Tensor rotations, int[] factors, Tensor(a!) buckets) -> ()");
+  m.def(
+      "lsh_forward(Tensor q, Tensor v, Tensor buckets, int number, int size, int[] flags, float scale, "
+      "float shortest, Tensor(a!) order, Tensor(b!) codes, Tensor(c!) lengths, Tensor(d!) logs, Tensor(e!) out) -> ()");
+  m.def(
+      "lsh_backward(Tensor q, Tensor v, int number, int size, int[] flags, float scale, float shortest, Tensor order, "
+      "Tensor codes, Tensor lengths, Tensor logs, Tensor out, Tensor grad_out, Tensor(a!) dq, Tensor(b!) dv) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fast_attention_core, CompositeExplicitAutograd, m) {
@@ -306,6 +381,9 @@ STABLE_TORCH_LIBRARY_IMPL(fast_attention_core, CPU, m) {
   m.impl("tiles_backward", TORCH_BOX(&tiles_backward));
   m.impl("features_forward", TORCH_BOX(&features_forward));
   m.impl("features_backward", TORCH_BOX(&features_backward));
+  m.impl("lsh_hash", TORCH_BOX(&lsh_hash));
+  m.impl("lsh_forward", TORCH_BOX(&lsh_forward));
+  m.impl("lsh_backward", TORCH_BOX(&lsh_backward));
 }
 
 }  // namespace fast_attention

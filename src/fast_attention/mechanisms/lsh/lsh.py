@@ -23,8 +23,8 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import replaced
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.lsh import gpu
-from fast_attention.mechanisms.lsh.fast import hashed_attention
-from fast_attention.mechanisms.lsh.reference import SHORTEST, Rules, Tokens, buckets, ranks
+from fast_attention.mechanisms.lsh.compiled import buckets, hashed_attention
+from fast_attention.mechanisms.lsh.reference import SHORTEST, Rules, Tokens, ranks
 from fast_attention.value import at_least, one_of
 
 Layout = Literal["ranked", "sorted"]
@@ -73,7 +73,7 @@ def _hashed(
     rounded: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
     q = masks.drop(q, key_mask)  # a masked token's row is a key too
-    bucket = buckets(q, rotations, sizes)
+    bucket = buckets(q, rotations, sizes, rules.number)
     if key_mask is not None:
         bucket = torch.where(key_mask[..., None, :], bucket, rules.number)
     if rounded is None:
@@ -201,7 +201,8 @@ def _advance(
 ) -> tuple[Tensor, HashMemory]:
     q = bounded(masks.drop(q, key_mask))
     sizes, keys = _sizes(m.num_buckets), F.normalize(q, dim=-1, eps=SHORTEST)
-    bucket, number = buckets(q, rotations, sizes), math.prod(sizes)
+    number = math.prod(sizes)
+    bucket = buckets(q, rotations, sizes, number).long()
     visible = torch.ones(1, q.shape[-2], dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     if memory is None:
         out = m._attend(q, v, rotations, True, key_mask)

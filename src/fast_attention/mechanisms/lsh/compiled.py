@@ -1,0 +1,95 @@
+"""Attends among hashed tokens by the compiled core."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fast_attention import core
+from fast_attention.engine import dispatch
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.opaque import opaque
+from fast_attention.mechanisms.lsh.reference import SHORTEST, Codes, Rules, Tokens, hashed_softmax
+from fast_attention.mechanisms.lsh.reference import buckets as reference_buckets
+
+MOST = 2**31 - 1  # tokens of a sequence, buckets of a round and codes are 32-bit integers
+
+
+def obstacle(q: Tensor, v: Tensor, number: int) -> str:
+    """Why the core does not compute this call; empty where it does."""
+    if why := dispatch.obstacle(q, v, even=True):
+        return why
+    if q.dtype == torch.float64:
+        return "float64"
+    if 2 * number + q.shape[-2] >= MOST:
+        return "too many buckets and tokens for 32-bit integers"
+    return core.unavailable()
+
+
+def buckets(q: Tokens, rotations: Tensor, sizes: tuple[int, ...], number: int) -> Codes:
+    """``reference.buckets``, where the core serves in one product and no other operation of torch."""
+    if obstacle(q, q, number):
+        return reference_buckets(q, rotations, sizes)
+    tokens, rounds = _four_axes(q), rotations.shape[1]
+    found = torch.empty(*q.shape[:-2], rounds, q.shape[-2], dtype=torch.int32)
+    rotations = rotations.detach().to(torch.float32).contiguous()
+    torch.ops.fast_attention_core.lsh_hash(tokens.detach(), rotations, sizes, found)
+    return found
+
+
+@opaque(lambda q, v, *others, **numbers: torch.empty_like(v, memory_format=torch.contiguous_format))
+def hashed_attention(
+    q: Tokens, v: Tokens, bucket: Codes,
+    *, number: int, size: int, ranked: bool, across: bool, is_causal: bool, distinct: bool, scale: float,
+) -> Tokens:  # fmt: skip
+    """Softmax over the union of what every token reaches by its buckets (..., H, rounds, L); ``v`` where that is empty.
+
+    Bucket ``number`` holds what is masked: it neither is seen nor gets an output that means anything. Numbers as in
+    ``Rules``.
+    """
+    rules = Rules(number, size, ranked, across, is_causal, distinct, scale)
+    if why := obstacle(q, v, number):
+        dispatch.record("banded products over sorted tokens", why, chunk=size)
+        return hashed_softmax(q, v, bucket, rules=rules)
+    why = "tokens of one bucket stay in cache"
+    dispatch.record("compiled core: chunks of hashed tokens", why, chunk=size, rounds=bucket.shape[-2])
+    return _HASHED(q, v, bucket, rules=rules)
+
+
+def forward(q: Tensor, v: Tensor, bucket: Tensor, *, keep: bool, rules: Rules) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Outputs (..., L, Ev); orders and codes of all rounds, lengths and normalisers of the queries."""
+    a, b = _four_axes(q), _four_axes(v)
+    codes = bucket.to(torch.int32).reshape(*a.shape[:2], *bucket.shape[-2:]).contiguous()
+    order, arranged = torch.empty_like(codes), torch.empty_like(codes)
+    lengths, logs = torch.empty(2, *a.shape[:-1], dtype=torch.float32).unbind()
+    out = torch.empty(b.shape, dtype=b.dtype)
+    kept = (order, arranged, lengths, logs)
+    torch.ops.fast_attention_core.lsh_forward(a, b, codes, *_settings(rules), *kept, out)
+    return out.view(v.shape), kept if keep else ()
+
+
+def backward(
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    *, rules: Rules
+) -> tuple[Tensor, Tensor, None]:  # fmt: skip
+    """Gradients of q and v, from weights computed again."""
+    (q, v, _), out, grad_out = inputs, outputs[0], gradients[0]
+    a, b, out, grad_out = (_four_axes(x) for x in (q, v, out, grad_out))
+    dq, dv = torch.empty(a.shape, dtype=a.dtype), torch.empty(b.shape, dtype=b.dtype)
+    torch.ops.fast_attention_core.lsh_backward(a, b, *_settings(rules), *kept, out, grad_out, dq, dv)
+    return dq.view(q.shape), dv.view(v.shape), None
+
+
+def _settings(rules: Rules) -> tuple[int, int, list[int], float, float]:
+    flags = [int(x) for x in (rules.ranked, rules.across, rules.is_causal, rules.distinct)]
+    return rules.number, rules.size, flags, rules.scale, SHORTEST
+
+
+def _four_axes(x: Tensor) -> Tensor:
+    """(*batch, heads, L, X) -> (batch, heads, L, X), the numbers of a token side by side."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
+
+
+_HASHED = CustomGradient(hashed_softmax, forward, backward)
