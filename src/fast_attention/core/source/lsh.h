@@ -21,6 +21,7 @@ constexpr int64_t HASHING_SEGMENT = 512;   // tokens that are hashed as one item
 constexpr int32_t HIDDEN = -5;             // as the code of a key it meets no query: those have -1 or 2 and more
 constexpr float IN_RANGE = 46.0f;          // scores up to this need no maximum: 2^-92 is far above the smallest float
 constexpr float UNSEEN = -INFINITE;
+constexpr int64_t SOON = 12;               // rows ahead that are asked for
 
 typedef uint32_t Counts __attribute__((vector_size(W * 4)));
 
@@ -121,6 +122,20 @@ inline void measure(const LshCall& c, int64_t batch, int64_t head, float* length
   }
 }
 
+// A row of whole vectors of float32 without read_row's cases, which cost as much as the copy.
+inline void gather_row(const Tokens& x, int64_t offset, int64_t n, int64_t padded, float factor, float* to) {
+  if (x.kind != FLOAT32 || n != padded) return read_row(x, offset, n, padded, factor, to);
+  const float* from = static_cast<const float*>(x.data) + offset;
+  for (int64_t e = 0; e < n; e += W) store(to + e, load(from + e) * factor);
+}
+
+// Asks for a row that is read soon: those of sorted tokens are all over the second cache and beyond it.
+inline void expect_row(const Tokens& x, int64_t offset, int64_t n) {
+  const int64_t size = x.kind == FLOAT32 ? 4 : 2;
+  const char* from = static_cast<const char*>(x.data) + offset * size;
+  for (int64_t byte = 0; byte < n * size; byte += 64) __builtin_prefetch(from + byte);
+}
+
 // Some queries of one code and the keys that they meet, as places in the order of a round: keys [keys, piece), of the
 // code before, and [piece, end), of their own. Of short sequences the places are the tokens, of all rounds at once.
 struct Strip {
@@ -213,13 +228,20 @@ class HashedWork {
 
   int64_t token(int64_t round, int64_t at) const { return all_pairs ? at : order[round * c.length + at]; }
 
+  // Queries are their keys times their lengths; codes of the rounds that a pair is looked up in.
   void read_queries(const Strip& s) {
     compared = all_pairs ? c.rounds : c.distinct ? s.round : 0;
-    for (int64_t i = 0; i < s.last - s.first; ++i) {
-      const int64_t t = token(s.round, s.first + i);
-      query_tokens[i] = static_cast<int32_t>(t);
-      read_row(c.q, place(c.q, t), c.width, width_row, c.scale * LOG2E, queries + i * width_row);
-      for (int64_t r = 0; r < compared; ++r) query_codes[i * c.rounds + r] = codes[r * c.length + t];
+    for (int64_t i = s.first; i < s.last;) {
+      const int64_t first = i - (i - s.piece) % HASHED_KEYS;
+      const HashedKeys& k = keys(s.round, first, first + HASHED_KEYS < s.end ? first + HASHED_KEYS : s.end);
+      for (const int64_t end = s.last < first + k.number ? s.last : first + k.number; i < end; ++i) {
+        const int64_t at = i - s.first, t = k.tokens[i - first];
+        const float factor = c.scale * LOG2E * lengths[t];
+        const float* from = k.rows + (i - first) * width_row;
+        query_tokens[at] = static_cast<int32_t>(t);
+        for (int64_t e = 0; e < width_row; e += W) store(queries + at * width_row + e, load(from + e) * factor);
+        for (int64_t r = 0; r < compared; ++r) query_codes[at * c.rounds + r] = codes[r * c.length + t];
+      }
     }
   }
 
@@ -233,21 +255,23 @@ class HashedWork {
       function(keys(s.round, k, k + HASHED_KEYS < s.end ? k + HASHED_KEYS : s.end));
   }
 
-  // Those of a chunk serve it and the next one: of the two slots the older one is overwritten.
+  // Those of a chunk serve it and the next one: of the two slots the one gathered first is overwritten.
   const HashedKeys& keys(int64_t round, int64_t first, int64_t end) {
-    for (int64_t s = 0; s < 2; ++s)
-      if (slots[s].round == round && slots[s].first == first && slots[s].number == end - first) {
-        newest = s;
-        return slots[s];
-      }
+    for (const HashedKeys& k : slots)
+      if (k.round == round && k.first == first && k.number == end - first) return k;
     newest = 1 - newest;
     HashedKeys& k = slots[newest];
     k.round = round, k.first = first, k.number = end - first, k.padded = whole(end - first, W);
+    for (int64_t n = 0; n < k.number; ++n) k.tokens[n] = static_cast<int32_t>(token(round, first + n));
     for (int64_t n = 0; n < k.number; ++n) {
-      const int64_t t = token(round, first + n);
-      k.tokens[n] = static_cast<int32_t>(t);
-      read_row(c.q, place(c.q, t), c.width, width_row, 1.0f / lengths[t], k.rows + n * width_row);
-      read_row(c.v, place(c.v, t), c.values, value_row, 1.0f, k.values + n * value_row);
+      const int64_t t = k.tokens[n], place_soon = first + n + SOON;
+      if (place_soon < c.length) {
+        const int64_t soon = token(round, place_soon);
+        expect_row(c.q, place(c.q, soon), c.width);
+        expect_row(c.v, place(c.v, soon), c.values);
+      }
+      gather_row(c.q, place(c.q, t), c.width, width_row, 1.0f / lengths[t], k.rows + n * width_row);
+      gather_row(c.v, place(c.v, t), c.values, value_row, 1.0f, k.values + n * value_row);
     }
     for (int64_t r = 0; r < compared; ++r) {
       int32_t* to = k.codes + r * HASHED_KEYS;
@@ -299,37 +323,39 @@ class HashedWork {
       }
   }
 
-  // Keys that come before a query's own place, and after it unless causal, and that exist.
-  struct Bounds {
-    Ints own, end;
+  // What tells which keys of a block query i counts: its codes and the keys', its own place, the end of those that it
+  // may see. Kept by value, so that stores of weights do not make a compiler read it again.
+  struct Sight {
+    const int32_t *query, *keys;
+    int64_t compared;
+    Ints own, end, all_pairs, steps;
+
+    // The scores of keys from j on; minus infinity where the query does not meet them, or met them in a round before.
+    Vec counted(int64_t j, Vec score) const {
+      Counts least = ~Counts{};
+      for (int64_t r = 0; r < compared; ++r) {
+        const Counts apart = reinterpret_cast<Counts>(all(query[r]) - load(keys + r * HASHED_KEYS + j));
+        least = apart < least ? apart : least;
+      }
+      const Ints at = steps + all(static_cast<int32_t>(j)), met = reinterpret_cast<Ints>(least <= 1u);
+      return (at >= end) | (at == own) | (met ^ all_pairs) ? all(UNSEEN) : score;
+    }
+
+    // In how many rounds the query meets keys from j on.
+    Vec meetings(int64_t j) const {
+      Ints often = {};
+      for (int64_t r = 0; r < compared; ++r) {
+        const Ints apart = all(query[r]) - load(keys + r * HASHED_KEYS + j);
+        often -= reinterpret_cast<Ints>(reinterpret_cast<Counts>(apart) <= 1u);
+      }
+      return __builtin_convertvector(often, Vec);
+    }
   };
 
-  Bounds bounds(const Strip& s, const HashedKeys& k, int64_t i) const {
+  Sight sight(const Strip& s, const HashedKeys& k, int64_t i) const {
     const int32_t own = static_cast<int32_t>(s.first + i - k.first), number = static_cast<int32_t>(k.number);
-    return {all(own), all(c.causal && own < number ? own : number)};
-  }
-
-  // Of every key from j on, how many rounds' codes say that query i meets it.
-  Ints meetings(const HashedKeys& k, int64_t i, int64_t j) const {
-    Ints often = {};
-    for (int64_t r = 0; r < compared; ++r) {
-      const Ints apart = all(query_codes[i * c.rounds + r]) - load(k.codes + r * HASHED_KEYS + j);
-      often -= reinterpret_cast<Ints>(reinterpret_cast<Counts>(apart) <= 1u);
-    }
-    return often;
-  }
-
-  // The scores of keys from j on; minus infinity where query i does not meet them here, or met them in a round before.
-  Vec counted(const HashedKeys& k, const Bounds& b, int64_t i, int64_t j, Vec score) const {
-    Counts least = ~Counts{};
-    for (int64_t r = 0; r < compared; ++r) {
-      const Counts apart = reinterpret_cast<Counts>(all(query_codes[i * c.rounds + r]) - load(k.codes + r * HASHED_KEYS + j));
-      least = apart < least ? apart : least;
-    }
-    const Ints at = steps + all(static_cast<int32_t>(j));
-    const Ints met = reinterpret_cast<Ints>(least <= 1u);
-    const Ints hidden = (at >= b.end) | (at == b.own) | (all_pairs ? ~met : met);
-    return hidden ? all(UNSEEN) : score;
+    return {query_codes + i * c.rounds, k.codes, compared, all(own), all(c.causal && own < number ? own : number),
+            all(all_pairs ? -1 : 0), steps};
   }
 
   // Whether a weight is to be multiplied by how often the key is met.
@@ -352,9 +378,10 @@ class HashedWork {
 inline void lsh_forward_item(const LshCall& c, int64_t batch, int64_t head, int64_t first, int64_t last) {
   HashedScratch& m = hashed_scratch();
   HashedWork work(c, batch, head, false, m);
+  const bool repeated = work.repeated();
   const int64_t value_row = work.value_row, number = last - first;
   float *top = m.top.floats(number), *total = m.total.floats(number), *out = m.out.floats(HASHED_ROWS * value_row);
-  float *tops = m.inner.floats(HASHED_ROWS), *sums = m.sums.floats(HASHED_ROWS);
+  float *tops = m.inner.floats(HASHED_ROWS), *sums = m.sums.floats(HASHED_ROWS * W);
   int64_t distance;
   float* outs = work.sums_of(c.out, c.values, first, last, m.d_rows, distance);
   const float factor = std::fabs(c.scale) * LOG2E;
@@ -371,36 +398,38 @@ inline void lsh_forward_item(const LshCall& c, int64_t batch, int64_t head, int6
       const int64_t token = work.query_tokens[i];
       in_range = in_range && small(token);
       tops[i] = top[token - first];
-      sums[i] = 0.0f;
+      for (int64_t e = 0; e < value_row; e += 16) __builtin_prefetch(outs + (token - first) * distance + e, 1);
+      store(sums + i * W, Vec{});
     }
     std::memset(out, 0, static_cast<size_t>(rows * value_row) * 4);
     work.blocks(s, [&](const HashedKeys& k) {
       work.times_columns(s, k, c.width, work.queries, work.width_row, k.panels, work.width_row, work.scores);
       if (!in_range)
         for (int64_t i = 0; i < rows; ++i) {  // larger scores than before: what there is shrinks
-          const HashedWork::Bounds bounds = work.bounds(s, k, i);
+          const HashedWork::Sight sight = work.sight(s, k, i);
           const float* line = work.scores + i * HASHED_KEYS;
           Vec most = all(UNSEEN);
           for (int64_t j = 0, high = work.columns(s, k, i / ROWS * ROWS); j < high; j += W)
-            most = larger(work.counted(k, bounds, i, j, load(line + j)), most);
+            most = larger(sight.counted(j, load(line + j)), most);
           const float before = tops[i], now = largest(most);
           if (now <= before || small(work.query_tokens[i])) continue;
           const float shrunk = before == UNSEEN ? 0.0f : exp2(before - now);
-          tops[i] = now, sums[i] *= shrunk;
+          tops[i] = now;
+          store(sums + i * W, load(sums + i * W) * shrunk);
           for (int64_t e = 0; e < value_row; e += W) store(out + i * value_row + e, load(out + i * value_row + e) * shrunk);
         }
       for (int64_t i = 0; i < rows; ++i) {  // weights in place of scores, in the first cache
-        const HashedWork::Bounds bounds = work.bounds(s, k, i);
+        const HashedWork::Sight sight = work.sight(s, k, i);
         float* line = work.scores + i * HASHED_KEYS;
         const Vec highest = all(tops[i] == UNSEEN ? 0.0f : tops[i]);
-        Vec added = {};
+        Vec added = load(sums + i * W);
         for (int64_t j = 0, high = work.columns(s, k, i / ROWS * ROWS); j < high; j += W) {
-          Vec weight = exp2(work.counted(k, bounds, i, j, load(line + j)) - highest);
-          if (work.repeated()) weight *= __builtin_convertvector(work.meetings(k, i, j), Vec);
+          Vec weight = exp2(sight.counted(j, load(line + j)) - highest);
+          if (repeated) weight *= sight.meetings(j);
           store(line + j, weight);
           added += weight;
         }
-        sums[i] += sum(added);
+        store(sums + i * W, added);
       }
       for (int64_t i = 0; i < rows; i += ROWS) {
         const int64_t high = work.columns(s, k, i), end = high < k.number ? high : k.number;
@@ -413,11 +442,11 @@ inline void lsh_forward_item(const LshCall& c, int64_t batch, int64_t head, int6
       float *to = outs + at * distance, *from = out + i * value_row;
       if (tops[i] == top[at]) {
         for (int64_t e = 0; e < value_row; e += W) store(to + e, load(to + e) + load(from + e));
-        total[at] += sums[i];
+        total[at] += sum(load(sums + i * W));
       } else {
         const float shrunk = top[at] == UNSEEN ? 0.0f : exp2(top[at] - tops[i]);
         for (int64_t e = 0; e < value_row; e += W) store(to + e, load(to + e) * shrunk + load(from + e));
-        total[at] = total[at] * shrunk + sums[i];
+        total[at] = total[at] * shrunk + sum(load(sums + i * W));
         top[at] = tops[i];
       }
     }
@@ -450,6 +479,7 @@ inline void lsh_forward(const LshCall& c, const Pool& pool) {
 inline void lsh_backward_item(const LshCall& c, const LshGradients& d, int64_t batch, int64_t head) {
   HashedScratch& m = hashed_scratch();
   HashedWork work(c, batch, head, true, m);
+  const bool repeated = work.repeated();
   const int64_t width_row = work.width_row, value_row = work.value_row;
   float *slopes = m.slopes.floats(HASHED_ROWS * HASHED_KEYS), *grad = m.grad.floats(HASHED_ROWS * value_row);
   float* d_queries = m.d_queries.floats(HASHED_ROWS * width_row);
@@ -474,21 +504,21 @@ inline void lsh_backward_item(const LshCall& c, const LshGradients& d, int64_t b
     const int64_t rows = s.last - s.first;
     work.read_queries(s);
     for (int64_t i = 0; i < rows; ++i)
-      read_row(d.grad_out, work.place(d.grad_out, work.query_tokens[i]), c.values, value_row, 1.0f, grad + i * value_row);
+      gather_row(d.grad_out, work.place(d.grad_out, work.query_tokens[i]), c.values, value_row, 1.0f, grad + i * value_row);
     std::memset(d_queries, 0, static_cast<size_t>(rows * width_row) * 4);
     work.blocks(s, [&](const HashedKeys& k) {
       work.times_columns(s, k, c.width, work.queries, width_row, k.panels, width_row, work.scores);
       work.times_columns(s, k, c.values, grad, value_row, k.value_panels, value_row, slopes);
       std::memset(key_along, 0, static_cast<size_t>(k.padded) * 4);
       for (int64_t i = 0; i < rows; ++i) {  // P and dS in place of scores and dO v^T; zeros for keys that are not met
-        const HashedWork::Bounds bounds = work.bounds(s, k, i);
+        const HashedWork::Sight sight = work.sight(s, k, i);
         const int64_t token = work.query_tokens[i], high = work.columns(s, k, i / ROWS * ROWS);
         float *line = work.scores + i * HASHED_KEYS, *slope = slopes + i * HASHED_KEYS;
         const float log = logs[token], mean = inner[token];
         for (int64_t j = 0; j < high; j += W) {
           const Vec score = load(line + j);
-          Vec weight = exp2(work.counted(k, bounds, i, j, score) - log);
-          if (work.repeated()) weight *= __builtin_convertvector(work.meetings(k, i, j), Vec);
+          Vec weight = exp2(sight.counted(j, score) - log);
+          if (repeated) weight *= sight.meetings(j);
           const Vec ds = weight > 0.0f ? weight * (load(slope + j) - mean) * LN2 : Vec{};  // queries have log2 e
           store(line + j, weight);
           store(slope + j, ds);
