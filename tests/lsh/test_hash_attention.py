@@ -35,7 +35,10 @@ def case(
     rules: Rules, length: int, masked: bool, *, width: int = 8, values: int = 8, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, values, buckets in three rounds, and who is seen; float32, not contiguous."""
-    q, v = scale * torch.randn(2, length, 3, width).mT.contiguous().mT.transpose(1, 2), torch.randn(2, 3, length, values)
+    q, v = (
+        scale * torch.randn(2, length, 3, width).mT.contiguous().mT.transpose(1, 2),
+        torch.randn(2, 3, length, values),
+    )
     bucket = torch.randint(0, rules.number, (2, 3, 3, length), dtype=torch.int32)
     seen = some_keys(2, length, q.device) if masked else torch.ones(2, length, dtype=torch.bool)
     return q, v, torch.where(seen[:, None, None, :], bucket, rules.number).int(), seen[:, None, :, None]
@@ -136,7 +139,9 @@ def test_equal_bits_for_any_number_of_threads_and_nothing_is_left_of_the_memory(
 
 
 @served
-@pytest.mark.parametrize("mechanism", [LSH(3, 2, 2), LSH(2, 2, 3, correct_duplicates=False), LSH(1, (2, 4), 4)], ids=repr)
+@pytest.mark.parametrize(
+    "mechanism", [LSH(3, 2, 2), LSH(2, 2, 3, correct_duplicates=False), LSH(1, (2, 4), 4)], ids=repr
+)
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_core_agrees_with_the_oracle(mechanism: LSH, masked: bool) -> None:
     """In float32, which the oracle tests do not run."""
