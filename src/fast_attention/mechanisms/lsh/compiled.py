@@ -52,7 +52,7 @@ def hashed_attention(
         dispatch.record("banded products over sorted tokens", why, chunk=size)
         return hashed_softmax(q, v, bucket, rules=rules)
     why = "tokens of one bucket stay in cache"
-    dispatch.record("compiled core: chunks of hashed tokens", why, chunk=size, rounds=bucket.shape[-2])
+    dispatch.record(f"{dispatch.CORE}: chunks of hashed tokens", why, chunk=size, rounds=bucket.shape[-2])
     return _HASHED(q, v, bucket, rules=rules)
 
 
