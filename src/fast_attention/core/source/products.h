@@ -2,6 +2,7 @@
 // B and C in rows of whole vectors.
 #pragma once
 #include <atomic>
+#include <utility>
 
 #include "vectors.h"
 
@@ -70,24 +71,30 @@ inline void product(int64_t M, int64_t N, int64_t K, const float* A, int64_t row
   if (j < N) column_panel<1>(M, K, A, row, column, B + j, ldb, C + j, ldc, add);
 }
 
-// Transposes W x W numbers in registers: in the step of size s, rows i and i + s exchange their off-diagonal blocks.
+// The step of size S of a transposition: rows i and i + S exchange their off-diagonal blocks. The orders are constants of
+// the program, else a compiler builds them number by number at every call.
+#if defined(__GNUC__) && !defined(__clang__)
+template <int S, int... J>
+inline void exchange(Vec (&rows)[W], std::integer_sequence<int, J...>) {
+  const Ints upper = {(J & S ? W + J - S : J)...}, lower = {(J & S ? W + J : J + S)...};
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i)
+    if (!(i & S)) {
+      const Vec a = rows[i], b = rows[i + S];
+      rows[i] = __builtin_shuffle(a, b, upper);
+      rows[i + S] = __builtin_shuffle(a, b, lower);
+    }
+}
+#endif
+
+// Transposes W x W numbers in registers.
 inline void transpose(Vec (&rows)[W]) {
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC unroll 4
-  for (int s = 1; s < W; s *= 2) {
-    Ints upper, lower;
-    for (int j = 0; j < W; ++j) {
-      upper[j] = j & s ? W + j - s : j;
-      lower[j] = j & s ? W + j : j + s;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < W; ++i)
-      if (!(i & s)) {
-        const Vec a = rows[i], b = rows[i + s];
-        rows[i] = __builtin_shuffle(a, b, upper);
-        rows[i + s] = __builtin_shuffle(a, b, lower);
-      }
-  }
+  constexpr std::make_integer_sequence<int, W> numbers;
+  exchange<1>(rows, numbers);
+  exchange<2>(rows, numbers);
+  if constexpr (W > 4) exchange<4>(rows, numbers);
+  if constexpr (W > 8) exchange<8>(rows, numbers);
 #else
   float numbers[W][W], turned[W][W];
   for (int i = 0; i < W; ++i) store(numbers[i], rows[i]);
