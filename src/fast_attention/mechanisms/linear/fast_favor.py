@@ -49,9 +49,8 @@ def _attend(
     why = _against(phi, q, k, v, heads)
     if not (why := why or compiled.few(q, k, v)):
         try:
-            return compiled.attend(
-                RULE, *_shaped(phi, q, k, v, key_mask, heads), map=None, eps=0.0, is_causal=is_causal
-            )
+            given: Any = _shaped(phi, q, k, v, key_mask, heads)
+            return compiled.attend(RULE, *given, map=None, eps=0.0, is_causal=is_causal)
         except OutOfRangeError:
             why = "outputs that are not finite"
     return _plain_sums(phi, q, k, v, heads, is_causal=is_causal, key_mask=key_mask, why=why)
@@ -78,9 +77,7 @@ def _against(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Head
     return dispatch.obstacle(q, k, v) or "features of either sign"
 
 
-def _shaped(
-    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, heads: Heads
-) -> list[Any]:
+def _shaped(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, heads: Heads) -> list[Any]:
     """Tokens for all heads, and rows of all features, as the core takes them."""
     lead = torch.broadcast_shapes(q.shape[:-2], heads.rows.shape[:-2])
     if lead != q.shape[:-2]:

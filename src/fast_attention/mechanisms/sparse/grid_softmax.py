@@ -205,7 +205,8 @@ def _reference(
         return in_float32(plain_softmax)(q, k, v, key_mask, sinks, **settings)
     back = torch.empty_like(order.tokens).scatter_(0, order.tokens, torch.arange(places))
     mask = None if key_mask is None else key_mask[..., back]
-    out = in_float32(plain_softmax)(*(x[..., back, :] for x in (q, k, v)), mask, sinks, **settings)
+    q, k, v = (x[..., back, :] for x in (q, k, v))
+    out = in_float32(plain_softmax)(q, k, v, mask, sinks, **settings)
     return out[..., order.tokens, :]
 
 
