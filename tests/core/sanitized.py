@@ -113,7 +113,7 @@ def tiles(
         (padding, numbers, None, sinks, 5.0, 0.3),
         (padding, numbers, vectors, None, 0.0, 0.0),
     ):
-        out, logs = poisoned(batch, heads, length, values, dtype=dtype), poisoned(batch, heads, length)
+        out, logs = poisoned(batch, heads, length, values, dtype=dtype), poisoned(batch, heads, length, 2)
         terms = (key_mask, bias, by_offset, sink)
         given = (q, k, v, *terms, plan.tiles, plan.ranges, -window, width**-0.5, cap, dropout, 7, out, logs)
         call("tiles_forward", *given)
