@@ -107,7 +107,7 @@ def test_features_that_grow_to_the_end() -> None:
     """Scales that rise by hundreds within a section, so that steps end early; behind it nothing is summed."""
     W, v = draw(3, 40, 8), torch.randn(2, 3, 250, 5)
     direction = torch.nn.functional.normalize(W[:, :1], dim=-1)
-    k = torch.linspace(40, 0, 250)[:, None] * direction + torch.zeros(2, 1, 1, 1)
+    k = torch.linspace(80, 0, 250)[:, None] * direction + torch.zeros(2, 1, 1, 1)
     q = direction + 0.1 * torch.randn(2, 3, 250, 8)
     arguments = [q, k, v, None, W, W, None, None, None, None]
     agree(fast_favor.RULE, arguments, map=None, eps=0.0, is_causal=True, advances=False, rtol=3e-4)
