@@ -103,12 +103,12 @@ def test_exponentials_are_the_plain_form(sizes: tuple[int, int, int, int], train
             agree(fast_favor.RULE, [q, k, v, mask, *rows, *state], advances=True, **settings)
 
 
-def test_keys_that_grow_to_the_end() -> None:
-    """Scales that rise by hundreds within a section, behind which nothing is summed."""
-    W, v = draw(3, 40, 8), torch.randn(2, 3, 300, 5)
+def test_features_that_grow_to_the_end() -> None:
+    """Scales that rise by hundreds within a section, so that steps end early; behind it nothing is summed."""
+    W, v = draw(3, 40, 8), torch.randn(2, 3, 250, 5)
     direction = torch.nn.functional.normalize(W[:, :1], dim=-1)
-    k = torch.linspace(0, 40, 300)[:, None] * direction + torch.zeros(2, 1, 1, 1)
-    q = direction + 0.1 * torch.randn(2, 3, 300, 8)
+    k = torch.linspace(80, 0, 250)[:, None] * direction + torch.zeros(2, 1, 1, 1)
+    q = direction + 0.1 * torch.randn(2, 3, 250, 8)
     arguments = [q, k, v, None, W, W, None, None, None, None]
     agree(fast_favor.RULE, arguments, map=None, eps=0.0, is_causal=True, advances=False, rtol=3e-4)
 
