@@ -498,9 +498,9 @@ def test_a_window_inside_packed_sequences_is_seen() -> None:
 
 def test_the_report_names_the_path_of_the_length_asked() -> None:
     """The probe's 8 tokens take the path of short sequences, which says nothing of longer ones."""
-    report = swap(build("Bert"), "FavorPlus(num_features=16)")
+    report = swap(build("Bert"), "Local(window=16)")
     q = torch.randn(1, 4, 2048, 8)
-    few, many = (explain("FavorPlus(num_features=16)", *[q[..., :n, :]] * 3).steps for n in (8, 2048))
+    few, many = (explain("Local(window=16)", *[q[..., :n, :]] * 3).steps for n in (8, 2048))
     assert few[-1].path != many[-1].path, "two paths, or this test tests nothing"
     assert few[-1].path not in str(report)
     for length, steps in ((8, few), (2048, many)):

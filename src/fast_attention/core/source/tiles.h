@@ -345,10 +345,9 @@ inline void forward_item(const TilesCall& c, const Item& item) {
   const int64_t rows = work.rows, value_row = work.value_row;
   float* out = m.out.floats(rows * value_row);
   float *top = m.top.floats(rows), *total = m.total.floats(rows);
-  const float sink = c.sinks == nullptr ? NOTHING : c.sinks[item.head] * LOG2E;
   for (int64_t i = 0; i < rows; ++i) {
-    top[i] = sink;
-    total[i] = c.sinks == nullptr ? 0.0f : 1.0f;
+    top[i] = NOTHING;
+    total[i] = 0.0f;
   }
   std::memset(out, 0, static_cast<size_t>(rows * value_row) * 4);
   for (int64_t first = work.low / PANEL * PANEL; first < work.high; first += work.chunk) {
@@ -408,9 +407,17 @@ inline void forward_item(const TilesCall& c, const Item& item) {
   float* sums = c.sums + ((item.batch * c.heads + item.head) * c.length + work.row0) * 2;
   for (int64_t i = 0; i < rows; ++i) {
     const bool none = total[i] == 0.0f;
-    sums[2 * i] = none ? 0.0f : top[i];
+    float factor = none ? 0.0f : 1.0f / total[i];
+    if (c.sinks != nullptr) {  // last, so that keys keep what digits they have beside a sink that is far above them
+      const float sink = c.sinks[item.head] * LOG2E, most = !none && top[i] > sink ? top[i] : sink;
+      const float share = none ? 0.0f : std::exp2(top[i] - most);
+      total[i] = total[i] * share + std::exp2(sink - most);
+      top[i] = most;
+      factor = share / total[i];
+    }
+    sums[2 * i] = total[i] == 0.0f ? 0.0f : top[i];
     sums[2 * i + 1] = total[i];
-    write_row(c.out, work.query(c.out, work.row0 + i), c.values, none ? 0.0f : 1.0f / total[i], out + i * value_row);
+    write_row(c.out, work.query(c.out, work.row0 + i), c.values, factor, out + i * value_row);
   }
 }
 

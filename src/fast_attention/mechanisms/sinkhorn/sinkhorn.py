@@ -60,8 +60,8 @@ def beside(
             mask[0, :, :size] = False
     if exporting():  # the fused kernels ask how strides compare
         return open_attention(blocks, sides[0], sides[1], mask).flatten(-3, -2)
-    keys, values = (x.flatten(0, -4) for x in sides)  # blocks stand where the fused kernels expect heads
-    return fused_attention(blocks.flatten(0, -4), keys, values, mask).view(*q.shape[:-1], v.shape[-1])
+    every, keys, values = (x.reshape(-1, *x.shape[-3:]) for x in (blocks, *sides))  # blocks stand for heads
+    return fused_attention(every, keys, values, mask).reshape(*q.shape[:-1], v.shape[-1])
 
 
 @lru_cache(256)

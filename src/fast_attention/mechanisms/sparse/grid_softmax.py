@@ -102,17 +102,24 @@ def _classes(axis: Axis, length: int) -> Int[Tensor, "length"]:
     return at % axis.dilation if axis.slides else (at - axis.shift).div(axis.window, rounding_mode="floor")
 
 
+def _groups(height: int, width: int, down: Axis, across: Axis) -> Int[Tensor, "tokens"]:
+    """The number of every token's group: tokens see those of their own group only."""
+    row, column = _classes(down, height), _classes(across, width)
+    columns = int(column.max()) - int(column.min()) + 1
+    return ((row - row.min())[:, None] * columns + (column - column.min())).flatten()
+
+
 @lru_cache(256)
 def _order(length: int, width: int, leading: int, down: Axis, across: Axis) -> Order | None:
     """The order of tokens; None where they stand in it already."""
     if down.slides and across.slides and down.dilation == across.dilation == 1:
         return None
     height = -(-(length - leading) // width)
-    row, column = _classes(down, height), _classes(across, width)
-    columns = int(column.max()) - int(column.min()) + 1
-    group = (row - row.min())[:, None] * columns + (column - column.min())
-    tokens = torch.cat([torch.arange(leading), leading + group.flatten().argsort(stable=True)])
+    group = _groups(height, width, down, across)
+    tokens = torch.cat([torch.arange(leading), leading + group.argsort(stable=True)])
     exists = tokens < length
+    if not (down.slides or across.slides):  # whole blocks are seen, so that none need be of full size
+        tokens, exists = tokens[exists], exists[exists]
     places = torch.empty_like(tokens).scatter_(0, tokens, torch.arange(len(tokens)))[:length]
     return Order(tokens.clamp(max=length - 1), exists, places)
 
@@ -135,6 +142,12 @@ def _grid_plan(length: int, width: int, leading: int, down: Axis, across: Axis) 
     add(0, leading, [(0, total, -FAR, FAR, 0, 1)], MOST_ROWS)
     sizes = [_classes(axis, n).unique(return_counts=True)[1].tolist() for axis, n in ((down, height), (across, width))]
     start = leading
+    if not (down.slides or across.slides):
+        group = _groups(height, width, down, across)[: length - leading]
+        for count in group.unique(return_counts=True)[1].tolist():
+            add(start, start + count, [*before, (start, start + count, -FAR, FAR, 0, 1)], MOST_ROWS)
+            start += count
+        sizes[0] = []
     for high in sizes[0]:
         for wide in sizes[1]:
             rows_seen = min(down.window, high) if down.slides else high
