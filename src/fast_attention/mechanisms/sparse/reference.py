@@ -160,6 +160,8 @@ def blockwise_softmax(
     if exporting():  # the fused kernels ask how strides compare, and ONNX's take four axes
         return open_attention(q, k, v, mask, dropout=dropout, scale=scale)
     lead = q.shape[:-3]
+    if not lead:
+        return blockwise_softmax(q[None], k[None], v[None], mask, dropout=dropout, scale=scale)[0]
     if mask.ndim > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
     q, k, v = (x.flatten(0, -4) for x in (q, k, v))
