@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_attention import core
+from fast_attention import LSH, Shape, core
 from fast_attention.core import building
+from fast_attention.engine import dispatch
 from fast_attention.engine import tiles as engine_tiles
 from fast_attention.feature_maps.features import EluPlusOne
 from fast_attention.mechanisms.linear import fast_favor, fast_linear
@@ -72,6 +73,7 @@ def main() -> int:
         for size, (dtype, window, causal) in itertools.product(SIZES, CALLS):
             tiles(*size, dtype, window, causal)
             features(*size, dtype, causal)
+            hashes(*size, dtype, causal)
     registered = {
         each.split("::")[1] for each in torch._C._dispatch_get_all_op_names() if "fast_attention_core::" in each
     }
@@ -155,6 +157,20 @@ def features(heads: int, _: int, length: int, width: int, values: int, dtype: to
             out = out[0] if behind else out
             assert out.isfinite().all()
             assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum(), (q, k, v)))
+
+
+def hashes(heads: int, _: int, length: int, width: int, values: int, dtype: torch.dtype, causal: bool) -> None:
+    """Attention among hashed tokens, forward and backward, with few and many rounds, small chunks and masks."""
+    called.update(("lsh_hash", "lsh_forward", "lsh_backward"))
+    for mechanism in (LSH(), LSH(num_hashes=3, bucket_size=7)):
+        weights = mechanism.weights(Shape(heads, width, length))
+        q, v = (torch.randn(2, heads, length, n).to(dtype).requires_grad_() for n in (width, values))
+        for mask in (None, torch.rand(2, length) < 0.7):
+            with dispatch.recorded() as steps:
+                out = mechanism(q, q, v, weights, is_causal=causal, key_mask=mask)
+            assert any(step.path.startswith(dispatch.CORE) for step in steps) or length == 1, steps
+            assert out.isfinite().all()
+            assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum(), (q, v), allow_unused=True))
 
 
 if __name__ == "__main__":
