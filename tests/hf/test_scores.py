@@ -46,6 +46,11 @@ SEQ2SEQ: dict[str, Callable[[], Any]] = {
 SCORES = ("Bloom", "Mpt", "Gemma2", "GptOss")  # causal models: ALiBi, soft caps, sinks
 
 
+def _only_by_core(name: str) -> bool:
+    """Whether a model's scores have a soft cap, which only the core computes without all pairs, and it is not here."""
+    return name in ("Gemma2", "T5Gemma") and bool(core.unavailable())
+
+
 def seq2seq(name: str, kind: str = "Model", **settings: Any) -> Any:
     """A tiny encoder-decoder, or its encoder, in evaluation."""
     torch.manual_seed(3)
@@ -98,7 +103,7 @@ def test_encoder_decoders_give_what_they_gave(name: str, attention: str) -> None
     model.set_attn_implementation(attention)
     plain = outputs(model)
     report = swap(model)
-    assert report.gains, report
+    assert report.gains != _only_by_core(name), report
     with mode.original():
         assert torch.equal(outputs(model), plain)
     for mask in (None, RIGHT, LEFT):
@@ -180,7 +185,8 @@ def test_attention_matrices_are_those_of_the_model(name: str, by: str) -> None:
         for part in model.modules():
             if isinstance(part, transformers.PreTrainedModel):
                 part.config.output_attentions = True
-    assert swap(model).gains == (by == "argument"), "a model that always gives them has nothing to gain"
+    gains = by == "argument" and not _only_by_core(name)
+    assert swap(model).gains == gains, "a model that always gives them has nothing to gain"
     with mode.forced():
         found = model(**given, **({"output_attentions": True} if by == "argument" else {}))
     for kind in kinds:
