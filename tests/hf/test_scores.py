@@ -99,11 +99,13 @@ def test_encoder_decoders_give_what_they_gave(name: str, attention: str) -> None
     """Padded at either end; with as many tokens in the decoder as in the encoder, and with others."""
     if attention == "sdpa" and name in ("SwitchTransformers", "LongT5", "T5Gemma"):
         pytest.skip("transformers has only its eager attention")
+    if _only_by_core(name):
+        pytest.skip("nothing to gain without the core")
     model = seq2seq(name)
     model.set_attn_implementation(attention)
     plain = outputs(model)
     report = swap(model)
-    assert report.gains != _only_by_core(name), report
+    assert report.gains, report
     with mode.original():
         assert torch.equal(outputs(model), plain)
     for mask in (None, RIGHT, LEFT):
