@@ -157,21 +157,15 @@ class TileWork {
       }
   }
 
-  // Panel of keys number p of the chunk, packed at its first use: width * PANEL numbers, 8 KiB of the first cache.
-  const float* key_panel(int64_t p) {
-    float* to = panels + p * PANEL * c.width;
-    if (!flags[p]) {
-      flags[p] = 1;
-      pack_panel(c.k, key(c.k, start + p * PANEL), size - p * PANEL, c.width, row, to);
-    }
-    return to;
-  }
+  // Panels number p of the chunk, packed at their first use: width * PANEL numbers, 8 KiB of the first cache.
+  const float* key_panel(int64_t p) { return packed(c.k, c.width, panels, 1, p); }
+  const float* value_panel(int64_t p) { return packed(c.v, c.values, value_panels, 2, p); }
 
-  const float* value_panel(int64_t p) {
-    float* to = value_panels + p * PANEL * c.values;
-    if (!(flags[p] & 2)) {
-      flags[p] |= 2;
-      pack_panel(c.v, key(c.v, start + p * PANEL), size - p * PANEL, c.values, row, to);
+  const float* packed(const Tokens& x, int64_t n, float* all_panels, uint8_t bit, int64_t p) {
+    float* to = all_panels + p * PANEL * n;
+    if (!(flags[p] & bit)) {
+      flags[p] |= bit;
+      pack_panel(x, key(x, start + p * PANEL), size - p * PANEL, n, row, to);
     }
     return to;
   }
