@@ -200,6 +200,16 @@ class TileWork {
     }
   }
 
+  // The columns of panel p that a group sees: one half of it, or both.
+  static void half_panels(const Rows& hull, int64_t p, int64_t M, int64_t K, const float* A, int64_t row,
+                          const float* panel, float* to, int64_t to_row) {
+    const int64_t half = hull.high <= p + W ? 0 : hull.low >= p + W ? W : -1;
+    if (half < 0)
+      column_panel<2>(M, K, A, row, 1, panel, PANEL, to + p, to_row, false);
+    else
+      column_panel<1>(M, K, A, row, 1, panel + half, PANEL, to + p + half, to_row, false);
+  }
+
   // Scores of the groups [from, to) of a tile into `scores`, with what positions, caps and masks do; minus infinity for
   // keys that a row does not see.
   void write_scores(const Tile& tile, int64_t from, int64_t to, float* slope) {
@@ -214,8 +224,8 @@ class TileWork {
           if (hull.high <= p || hull.low >= p + PANEL) continue;
           if (panel == nullptr) panel = key_panel(p / PANEL);
           const int64_t first = g * ROWS, rows_here = end_row - first < ROWS ? end_row - first : ROWS;
-          column_panel<2>(rows_here, c.width, queries + first * width_row, width_row, 1, panel, PANEL,
-                          scores + (first - top_row) * score_row + p, score_row, false);
+          half_panels(hull, p, rows_here, c.width, queries + first * width_row, width_row, panel,
+                      scores + (first - top_row) * score_row, score_row);
         }
       }
       if (c.vectors != nullptr) multiply_vectors(tile, run);
@@ -234,19 +244,28 @@ class TileWork {
           int64_t first, end;
           seen(c.ranges[r], tile.row + i, first, end);
           if (first >= end) continue;
-          for (; position < first; ++position) line[position] = NOTHING;
+          hide(line, position, first);
           if (c.ranges[r].count != 1) {
             const float gain = std::log2(static_cast<float>(c.ranges[r].count));
             for (int64_t j = first; j < end; ++j) line[j] += gain;
           }
           position = end > position ? end : position;
         }
-        for (; position < hull.high; ++position) line[position] = NOTHING;
+        hide(line, position, hull.high);
         if (c.key_mask != nullptr)
           for (int64_t j = hull.low; j < hull.high; j += W)
             store(line + j, load(key_bias + j) < 0.0f ? all(NOTHING) : load(line + j));
       }
       at += groups_of_run;
+    }
+  }
+
+  // Makes the scores of keys [from, to) minus infinity.
+  static void hide(float* line, int64_t from, int64_t to) {
+    for (int64_t j = from / W * W; j < to; j += W) {
+      const Ints key = counting() + static_cast<int32_t>(j);
+      const Ints seen = (key < static_cast<int32_t>(from)) | (key >= static_cast<int32_t>(to));
+      store(line + j, seen ? load(line + j) : all(NOTHING));
     }
   }
 
@@ -493,8 +512,8 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
             if (hull.high <= p || hull.low >= p + PANEL) continue;
             if (panel == nullptr) panel = work.value_panel(p / PANEL);
             const int64_t first_row = g * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
-            column_panel<2>(rows_here, c.values, grad + (at + first_row) * value_row, value_row, 1, panel, PANEL,
-                            slopes + first_row * work.score_row + p, work.score_row, false);
+            work.half_panels(hull, p, rows_here, c.values, grad + (at + first_row) * value_row, value_row, panel,
+                             slopes + first_row * work.score_row, work.score_row);
           }
         }
         for (int64_t i = 0; i < number; ++i) {  // P and dP, in place of scores and dO V^T
