@@ -481,10 +481,8 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
   for (int64_t i = 0; i < rows; ++i) {
     float* line = grad + i * value_row;
     read_row(d.grad_out, work.query(d.grad_out, work.row0 + i), c.values, value_row, 1.0f, line);
-    read_row(c.out, work.query(c.out, work.row0 + i), c.values, c.values, 1.0f, work.row);
-    double product = 0.0;
-    for (int64_t e = 0; e < c.values; ++e) product += static_cast<double>(line[e]) * work.row[e];
-    inner[i] = static_cast<float>(product);
+    read_row(c.out, work.query(c.out, work.row0 + i), c.values, value_row, 1.0f, work.row);
+    inner[i] = inner_product(line, work.row, value_row);
   }
   float products[MOST_ROWS];  // sum_j P_ij dP_ij
   const int64_t head_keys = (item.batch * c.groups + work.group) * c.keys;
@@ -590,11 +588,24 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
                 for (int64_t e = 0; e < c.width; ++e) to[(begin + o) * c.width + e] += d_vectors[o * width_row + e];
           }
         }
-        const int64_t end = run_high < work.size ? run_high : work.size, keys_here = end - run_low;
-        product(keys_here, value_row, number, work.scores + run_low, 1, work.score_row, grad + at * value_row, value_row,
-                dv + run_low * d.dv_row, d.dv_row, true);
-        product(keys_here, width_row, number, slopes + run_low, 1, work.score_row, work.q + at * width_row, width_row,
-                dk + run_low * d.dk_row, d.dk_row, true);
+        const int64_t end = run_high < work.size ? run_high : work.size;
+        for (int64_t j = run_low; j < end; j += ROWS) {  // a row of ROWS keys, and the queries that see some of them
+          int64_t first_group = groups, last_group = 0;
+          for (int64_t g = 0; g < groups; ++g) {
+            const Rows& hull = m.groups[r * groups + g];
+            if (hull.low >= j + ROWS || hull.high <= j) continue;
+            if (first_group == groups) first_group = g;
+            last_group = g;
+          }
+          if (first_group == groups) continue;
+          const int64_t top_row = first_group * ROWS, keys_here = end - j < ROWS ? end - j : ROWS;
+          const int64_t end_row = (last_group + 1) * ROWS < number ? (last_group + 1) * ROWS : number;
+          const int64_t from = top_row * work.score_row + j, row = at + top_row;
+          product(keys_here, value_row, end_row - top_row, work.scores + from, 1, work.score_row, grad + row * value_row,
+                  value_row, dv + j * d.dv_row, d.dv_row, true);
+          product(keys_here, width_row, end_row - top_row, slopes + from, 1, work.score_row, work.q + row * width_row,
+                  width_row, dk + j * d.dk_row, d.dk_row, true);
+        }
         int64_t distance;
         const float* keys = work.key_rows(run_low, end, distance);
         for (int64_t g = 0; g < groups; ++g) {

@@ -69,6 +69,22 @@ inline float sum(Vec v) {
   return folded<W / 2>(v, [](Vec a, Vec b) { return a + b; })[0];
 }
 
+// Of rows of whole vectors, added up in double precision.
+inline float inner_product(const float* a, const float* b, int64_t n) {
+  typedef float Half __attribute__((vector_size(W * 2)));
+  typedef double Doubles __attribute__((vector_size(W * 4)));
+  Doubles added = {};
+  for (int64_t i = 0; i < n; i += W / 2) {
+    Half x, y;
+    std::memcpy(&x, a + i, sizeof x);
+    std::memcpy(&y, b + i, sizeof y);
+    added += __builtin_convertvector(x, Doubles) * __builtin_convertvector(y, Doubles);
+  }
+  double total = 0.0;
+  for (int i = 0; i < W / 2; ++i) total += added[i];
+  return static_cast<float>(total);
+}
+
 inline float largest(Vec v) {
   return folded<W / 2>(v, [](Vec a, Vec b) { return larger(a, b); })[0];
 }
