@@ -16,6 +16,7 @@ namespace fast_attention {
 namespace FAST_ATTENTION_NAMESPACE {
 
 constexpr int64_t STEP = 32;         // tokens that meet pair by pair
+constexpr int64_t MANY = 60;         // tokens at once that do not: whole micro-kernels, at most 2 STEP
 constexpr float SLACK = 57.0f;       // how far a key may be above a step's scales: 2^57, about e^40
 constexpr float LOWEST = -1e30f;     // the scale before the first key
 constexpr float MOST = 1e13f;        // of a coordinate: half of its square is a number above LOWEST
@@ -104,7 +105,7 @@ class FeatureWork {
   FeatureWork(const FeaturesCall& call, int64_t batch, int64_t head, FeatureScratch& memory, bool backward)
       : c(call), b(batch), h(head), m(memory), exponential(call.map == EXPONENTIAL),
         columns(whole(call.features, W)), line(whole(call.features, 32)),
-        value_row(whole(call.values, 32)), width_row(whole(call.width, 32)), tokens_at_once(call.causal ? STEP : 2 * STEP) {
+        value_row(whole(call.values, 32)), width_row(whole(call.width, 32)), tokens_at_once(call.causal ? STEP : MANY) {
     const int64_t rows = 2 * STEP;
     tokens = m.tokens.floats(rows * width_row);
     row = m.row.floats(width_row + value_row + line);
@@ -520,8 +521,8 @@ inline void sum_section(const FeaturesCall& c, const Sections& cut, int64_t batc
   work.clear(work.sums);
   int64_t first, end;
   cut.of_keys(section, c, first, end);
-  for (int64_t j = first; j < end; j += 2 * STEP) {
-    const int64_t n = end - j < 2 * STEP ? end - j : 2 * STEP;
+  for (int64_t j = first; j < end; j += MANY) {
+    const int64_t n = end - j < MANY ? end - j : MANY;
     int64_t distance;
     work.keys_of_sums(j, n, keys);
     const float* v = work.values(j, n, distance);
