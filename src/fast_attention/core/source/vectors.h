@@ -196,7 +196,9 @@ inline uint16_t narrowed(float value, Kind kind) {
 inline void read_row(const Tokens& x, int64_t offset, int64_t n, int64_t padded, float factor, float* to) {
   if (x.kind == FLOAT32) {
     const float* from = static_cast<const float*>(x.data) + offset;
-    for (int64_t i = 0; i < n; ++i) to[i] = from[i] * factor;
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, load(from + i) * factor);
+    for (; i < n; ++i) to[i] = from[i] * factor;
   } else {
     const uint16_t* from = static_cast<const uint16_t*>(x.data) + offset;
     if (x.kind == BFLOAT16)
@@ -210,7 +212,9 @@ inline void read_row(const Tokens& x, int64_t offset, int64_t n, int64_t padded,
 inline void write_row(const Tokens& x, int64_t offset, int64_t n, float factor, const float* from) {
   if (x.kind == FLOAT32) {
     float* to = static_cast<float*>(x.data) + offset;
-    for (int64_t i = 0; i < n; ++i) to[i] = from[i] * factor;
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, load(from + i) * factor);
+    for (; i < n; ++i) to[i] = from[i] * factor;
     return;
   }
   uint16_t* to = static_cast<uint16_t*>(x.data) + offset;
