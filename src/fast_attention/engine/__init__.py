@@ -1,1 +1,1 @@
-"""What every family's passes are made of: chunks, sums, masks, precision, gradients, dispatch."""
+"""Parts of every family's passes: chunks, sums, masks, precision, gradients, dispatch."""
