@@ -198,7 +198,7 @@ class FeatureWork {
         square += number * number;
         broken |= not_finite(number);
       }
-      if (keys) norms[i] = sum(square) * (0.5f * LOG2E);
+      if (keys || c.normed) norms[i] = sum(square) * (0.5f * LOG2E);
       not_numbers[i] = any(broken) ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
     }
   }
@@ -217,6 +217,10 @@ class FeatureWork {
   void rescale(const float* scale, bool gradients = false) {
     for (int64_t f = 0; f < c.features; ++f) {
       if (scale[f] == sums.scale[f]) continue;
+      if (!gradients && sums.scale[f] == LOWEST) {  // nothing is summed yet
+        sums.scale[f] = scale[f];
+        continue;
+      }
       const float factor = exp2(gradients ? scale[f] - sums.scale[f] : sums.scale[f] - scale[f]);
       for (const FeatureSums& x : {sums, before, section}) {
         if (x.kv == nullptr) continue;
@@ -448,7 +452,7 @@ class FeatureWork {
     const float factor = std::pow(static_cast<float>(c.width), -0.25f);
     for (int64_t i = 0; i < n; ++i) {
       float *dx = d_tokens + i * width_row, *token = tokens + i * width_row;
-      if (keys) {
+      if (keys || c.normed) {
         Vec total = {};
         for (int64_t e = 0; e < columns; e += W) total += load(d_features + i * line + e);
         const float all_features = sum(total);

@@ -476,7 +476,9 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
   float *grad = m.grad.floats(rows * value_row), *dq = m.dq.floats(rows * width_row);
   float *inner = m.inner.floats(rows), *slopes = m.gradients.floats(MOST_ROWS * work.score_row);
   float* slope = c.cap > 0.0f ? m.slopes.floats(MOST_ROWS * work.score_row) : nullptr;
-  std::memset(dq, 0, static_cast<size_t>(rows * width_row) * 4);
+  if (!d.part) std::memset(dq, 0, static_cast<size_t>(rows * width_row) * 4);
+  for (int64_t i = 0; d.part && i < rows; ++i)
+    read_row(d.dq, work.query(d.dq, work.row0 + i), c.width, width_row, 1.0f / (c.scale * LOG2E), dq + i * width_row);
   const float* sums = c.sums + ((item.batch * c.heads + item.head) * c.length + work.row0) * 2;
   for (int64_t i = 0; i < rows; ++i) {
     float* line = grad + i * value_row;
@@ -499,7 +501,7 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
       work.find_groups(tile);
       const int64_t number = tile.row_end - tile.row, groups = work.groups_of_run, at = tile.row - work.row0;
       work.write_scores(tile, 0, groups, slope);
-      const bool is_whole = c.ranges[tile.range].first >= first && c.ranges[tile.range_end - 1].end <= first + chunk;
+      const bool is_whole = !d.part && c.ranges[tile.range].first >= first && c.ranges[tile.range_end - 1].end <= first + chunk;
       for (int64_t i = 0; i < number; ++i) products[i] = is_whole ? 0.0f : inner[at + i];
       for (size_t r = 0; r < m.runs.size(); ++r) {
         const Run& run = m.runs[r];

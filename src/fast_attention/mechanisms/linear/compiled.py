@@ -104,7 +104,7 @@ def _call(arguments: Arguments, number: int, offset: float, eps: float, is_causa
     return [_heads(q), _heads(k), _heads(v), mask, *weights, *state, number, offset, eps, is_causal]
 
 
-def _number(map: FeatureMap | None) -> tuple[int, float]:
+def number_of(map: FeatureMap | None) -> tuple[int, float]:
     return (EXPONENTIAL, 0.0) if map is None else (NUMBERS[type(map)], getattr(map, "offset", 0.0))
 
 
@@ -134,7 +134,7 @@ def _forward(
     is_causal: bool,
     advances: bool,
 ) -> tuple[Any, tuple[Tensor, ...]]:
-    number, offset = _number(map)
+    number, offset = number_of(map)
     call = _call(arguments, number, offset, eps, is_causal)
     q, v = arguments[0], arguments[2]
     assert q is not None
@@ -161,7 +161,7 @@ def _backward(
     inputs: Arguments, outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, map: FeatureMap | None, eps: float, is_causal: bool, advances: bool,
 ) -> Arguments:  # fmt: skip
-    number, offset = _number(map)
+    number, offset = number_of(map)
     call = _call(inputs, number, offset, eps, is_causal)
     lead, queries, keys, features = _sizes(call)
     (q, k, v), (rows, key_rows, bias) = call[:3], inputs[4:7]
