@@ -110,7 +110,7 @@ class FeatureWork {
     tokens = m.tokens.floats(rows * width_row);
     row = m.row.floats(width_row + value_row + line);
     value_memory = m.values.floats(rows * value_row);
-    direct_values = c.v.kind == FLOAT32 && c.values % W == 0 && c.key_mask == nullptr;
+    direct_values = c.v.kind == FLOAT32 && c.values % W == 0;
     const int64_t size = line * value_row + 2 * line;
     sums = sums_at(m.sums.floats(size), c.features, c.values);
     if (!exponential) return;
@@ -321,7 +321,8 @@ class FeatureWork {
 
   // Rows of values of keys, zeros for hidden ones.
   const float* values(int64_t first, int64_t n, int64_t& distance) const {
-    if (direct_values) {
+    const uint8_t* seen = c.key_mask == nullptr ? nullptr : c.key_mask + b * c.mask_batch + h * c.mask_head + first;
+    if (direct_values && (seen == nullptr || std::memchr(seen, 0, static_cast<size_t>(n)) == nullptr)) {
       distance = c.v.row;
       return static_cast<const float*>(c.v.data) + at(c.v, first);
     }

@@ -16,7 +16,7 @@ namespace FAST_ATTENTION_NAMESPACE {
 constexpr int64_t AT_ONCE = 2 * STEP;  // queries or keys of a product
 
 struct HybridScratch {
-  Buffer before, after, factors, terms, parts, row, token, numerators, end_keys, end_values, gradients, weighted, inner,
+  Buffer states, d_states, before, after, factors, terms, parts, row, token, numerators, end_keys, end_values, gradients, weighted, inner,
       inverse;
 };
 
@@ -43,7 +43,12 @@ class HybridWork {
     sums = c.near.sums + (w.b * f.heads + w.h) * f.length * 2;
   }
 
-  FeatureSums block(float* states, const Outside& cut, int64_t n) const { return w.kept(states, cut.slots(), n); }
+  // The head's sums of blocks, in memory of the call or of the thread.
+  float* states(float* of_call, Buffer& of_thread, const Outside& cut) const {
+    const int64_t numbers = cut.slots() * size;
+    return of_call == nullptr ? of_thread.floats(numbers) : of_call + (w.b * f.heads + w.h) * numbers;
+  }
+  FeatureSums block(float* states, int64_t n) const { return sums_at(states + n * size, f.features, f.values); }
 
   // The queries, and the keys, of a block.
   void queries_of(int64_t t, int64_t& first, int64_t& end) const {
@@ -90,7 +95,7 @@ class HybridWork {
 
   void sum_block(const Outside& cut, int64_t n) {
     if (!cut.reads(n)) return;
-    w.sums = block(f.states, cut, n);
+    w.sums = block(states(f.states, m.states, cut), n);
     begin(w.sums);
     float* keys = w.m.keys.floats(AT_ONCE * w.line);
     int64_t first, end, distance;
@@ -105,40 +110,40 @@ class HybridWork {
   }
 
   // What lies outside of every section.
-  void scan(const Outside& cut, float* states) const {
+  void scan(const Outside& cut, float* sums) const {
     FeatureSums running = sums_at(m.before.floats(size), f.features, f.values);
     w.clear(running);
     for (int64_t s = 0, n = 0; s < cut.sections(); ++s) {
-      for (; n < cut.low(s * cut.together); ++n) add(running, block(states, cut, n), running);
-      w.copy(running, block(states, cut, cut.summed + 2 * s));
+      for (; n < cut.low(s * cut.together); ++n) add(running, block(sums, n), running);
+      w.copy(running, block(sums, cut.summed + 2 * s));
     }
     w.clear(running);
     for (int64_t s = cut.sections() - 1, n = cut.summed; s >= 0; --s) {
-      while (n > cut.high(cut.end(s) - 1)) add(running, block(states, cut, --n), running);
-      w.copy(running, block(states, cut, cut.summed + 2 * s + 1));
+      while (n > cut.high(cut.end(s) - 1)) add(running, block(sums, --n), running);
+      w.copy(running, block(sums, cut.summed + 2 * s + 1));
     }
   }
 
   // Calls a function with every reader of a section and the sums that it reads.
   template <class Function>
-  void read(const Outside& cut, float* states, int64_t section, Function&& function) {
+  void read(const Outside& cut, float* sums, int64_t section, Function&& function) {
     const int64_t first = section * cut.together, end = cut.end(section), border = cut.summed + 2 * section;
     const FeatureSums before = sums_at(m.before.floats(size), f.features, f.values);
     float* memory = m.after.floats(cut.together * size);
     const auto after = [&](int64_t t) { return sums_at(memory + (t - first) * size, f.features, f.values); };
     const bool has_after = cut.high(first) < cut.summed;
     if (has_after) {
-      w.copy(block(states, cut, border + 1), after(end - 1));
+      w.copy(block(sums, border + 1), after(end - 1));
       for (int64_t t = end - 2; t >= first; --t) {
         if (cut.high(t) < cut.high(t + 1))
-          add(after(t + 1), block(states, cut, cut.high(t)), after(t));
+          add(after(t + 1), block(sums, cut.high(t)), after(t));
         else
           w.copy(after(t + 1), after(t));
       }
     }
-    w.copy(block(states, cut, border), before);
+    w.copy(block(sums, border), before);
     for (int64_t t = first; t < end; ++t) {
-      if (t > first && cut.low(t) > cut.low(t - 1)) add(before, block(states, cut, cut.low(t - 1)), before);
+      if (t > first && cut.low(t) > cut.low(t - 1)) add(before, block(sums, cut.low(t - 1)), before);
       if (has_after && cut.low(t) > 0) add(after(t), before, after(t));
       function(t, has_after ? after(t) : before);
     }
@@ -152,11 +157,14 @@ class HybridWork {
     }
   }
 
-  // The scores of sink tokens for a query, and its token, in units of log 2.
+  // A query in units of log 2, and its scores of sink tokens: minus infinity for those that come later or are near keys,
+  // unless near keys have a bias, which sink tokens have not.
   void read_token(int64_t i) { read_row(f.q, w.at(f.q, i), f.width, width_row, c.near.scale * LOG2E, token); }
   float score(int64_t i, int64_t s) const {
-    const bool seen = ends[s] < f.keys && (!c.causal || ends[s] <= i + c.behind());
-    return seen ? product_of_rows(token, end_keys + s * width_row, width_row) : NOTHING;
+    const int64_t position = i + c.behind(), block = position / c.block - (position % c.block < 0), apart = ends[s] / c.block - block;
+    if (ends[s] >= f.keys || (c.causal && ends[s] > position)) return NOTHING;
+    if (c.near.numbers == nullptr && apart >= -c.before && (c.causal || apart <= c.after)) return NOTHING;
+    return product_of_rows(token, end_keys + s * width_row, width_row);
   }
 
   // Joins near keys, far ones and sink tokens; whether all outputs are finite.
@@ -195,17 +203,18 @@ class HybridWork {
     }
     Ints broken = {};
     for (int64_t r = 0; r < n; ++r) {
-      read_row(c.near.out, w.at(c.near.out, first + r), f.values, value_row, terms[r], row);
+      float* line = static_cast<float*>(c.near.out.data) + w.at(c.near.out, first + r);
+      const bool direct = f.values % W == 0;
+      if (!direct) read_row(c.near.out, w.at(c.near.out, first + r), f.values, value_row, 1.0f, line = row);
       weights[first + r] = far[r];
       for (int64_t e = 0; e < f.values; e += W) {
-        Vec number = load(row + e) + load(numerators + r * value_row + e) * far[r];
+        Vec number = load(line + e) * terms[r] + load(numerators + r * value_row + e) * far[r];
         for (int64_t s = 0; s < c.end_count; ++s)
-          number += load(end_values + s * value_row + e) * terms[(2 + s) * AT_ONCE + r];
-        store(row + e, number);
-        if (e + W <= f.values) broken |= not_finite(number);
+          if (terms[(2 + s) * AT_ONCE + r] != 0.0f) number += load(end_values + s * value_row + e) * terms[(2 + s) * AT_ONCE + r];
+        store(line + e, number);
+        broken |= not_finite(e + W <= f.values ? number : columns_up_to(number, f.values - 1 - e));
       }
-      for (int64_t e = f.values / W * W; e < f.values; ++e) broken |= not_finite(all(row[e]));
-      write_row(c.near.out, w.at(c.near.out, first + r), f.values, 1.0f, row);
+      if (!direct) write_row(c.near.out, w.at(c.near.out, first + r), f.values, 1.0f, row);
     }
     return !any(broken);
   }
@@ -213,7 +222,7 @@ class HybridWork {
   bool read_section(const Outside& cut, int64_t section) {
     bool finite = true;
     read_ends();
-    read(cut, f.states, section, [&](int64_t t, const FeatureSums& x) {
+    read(cut, states(f.states, m.states, cut), section, [&](int64_t t, const FeatureSums& x) {
       int64_t first, end;
       queries_of(t, first, end);
       for (int64_t i = first; i < end; i += AT_ONCE) finite = merge(i, end - i < AT_ONCE ? end - i : AT_ONCE, x) && finite;
@@ -231,8 +240,8 @@ class HybridWork {
     std::memset(d_ends, 0, static_cast<size_t>(c.end_count * end_row) * 4);
     float* d_bias = w.bias_of(d.far.d_bias, slots, section);
     read_ends();
-    read(cut, f.states, section, [&](int64_t t, const FeatureSums& x) {
-      const FeatureSums into = block(d.far.states, back, t);
+    read(cut, states(f.states, m.states, cut), section, [&](int64_t t, const FeatureSums& x) {
+      const FeatureSums into = block(states(d.far.states, m.d_states, back), t);
       begin(into);
       for (int64_t e = 0; w.exponential && e < w.line; ++e) into.scale[e] = x.scale[e] > LOWEST ? -x.scale[e] : LOWEST;
       turn_panels(x.kv, w.line, value_row, turned);
@@ -289,7 +298,7 @@ class HybridWork {
           *inverse = m.inverse.floats(w.line);
     const int64_t slots = cut.sections() + back.sections(), end_row = d.near.dk_row + d.near.dv_row;
     float* d_bias = w.bias_of(d.far.d_bias, slots, cut.sections() + section);
-    read(back, d.far.states, section, [&](int64_t t, const FeatureSums& x) {
+    read(back, states(d.far.states, m.d_states, back), section, [&](int64_t t, const FeatureSums& x) {
       int64_t first, end, distance;
       keys_of(t, first, end);
       turn_panels(x.kv, w.line, value_row, turned);
@@ -335,11 +344,11 @@ class HybridWork {
   const int64_t* ends;
 };
 
-// For every head some items, then one, then some more. With many heads one thread does all of a head, whose sums stay in
-// its cache; every number is computed in the same order either way.
+// For every head some items, then one, then some more. With many heads, or sums in memory of threads, one thread does all
+// of a head, whose sums stay in its cache; every number is computed in the same order either way.
 template <class First, class Second, class Third>
-inline void in_phases(const Pool& pool, int64_t heads, int64_t first, First&& a, Second&& b, int64_t last, Third&& z) {
-  if (heads >= 2 * pool.threads) {
+inline void in_phases(const Pool& pool, bool by_head, int64_t heads, int64_t first, First&& a, Second&& b, int64_t last, Third&& z) {
+  if (by_head || heads >= 2 * pool.threads) {
     parallel_items(pool, heads, [&](int64_t head) {
       for (int64_t i = 0; i < first; ++i) a(head, i);
       b(head);
@@ -357,9 +366,13 @@ inline bool hybrid_forward(const HybridCall& c, const Pool& pool) {
   const Outside cut = c.of_queries();
   std::atomic<bool> finite{true};
   in_phases(
-      pool, c.far.batch * c.far.heads, cut.summed,
+      pool, c.far.states == nullptr, c.far.batch * c.far.heads, cut.summed,
       [&](int64_t head, int64_t n) { HybridWork(c, head, false).sum_block(cut, n); },
-      [&](int64_t head) { HybridWork(c, head, false).scan(cut, c.far.states); }, cut.sections(),
+      [&](int64_t head) {
+        HybridWork work(c, head, false);
+        work.scan(cut, work.states(c.far.states, work.m.states, cut));
+      },
+      cut.sections(),
       [&](int64_t head, int64_t section) {
         if (!HybridWork(c, head, false).read_section(cut, section)) finite.store(false, std::memory_order_relaxed);
       });
@@ -369,9 +382,13 @@ inline bool hybrid_forward(const HybridCall& c, const Pool& pool) {
 inline void hybrid_backward(const HybridCall& c, const HybridGradients& d, const Pool& pool) {
   const Outside cut = c.of_queries(), back = c.of_keys();
   in_phases(
-      pool, c.far.batch * c.far.heads, cut.sections(),
+      pool, d.far.states == nullptr, c.far.batch * c.far.heads, cut.sections(),
       [&](int64_t head, int64_t section) { HybridWork(c, head, true).query_gradients(d, cut, back, section); },
-      [&](int64_t head) { HybridWork(c, head, true).scan(back, d.far.states); }, back.sections(),
+      [&](int64_t head) {
+        HybridWork work(c, head, true);
+        work.scan(back, work.states(d.far.states, work.m.d_states, back));
+      },
+      back.sections(),
       [&](int64_t head, int64_t section) { HybridWork(c, head, true).key_gradients(d, cut, back, section); });
   tiles_backward(c.near, d.near, pool);
 }

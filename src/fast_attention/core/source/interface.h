@@ -115,8 +115,8 @@ struct Outside {
 
 // Near keys by tiles, sums of features for the others, and sink tokens, under one normaliser.
 struct HybridCall {
-  TilesCall near;     // `out` in float32; its sums become those of all keys; its mask leaves sink tokens out
-  FeaturesCall far;   // of the same tokens and mask; denominators: weights of the sums in outputs, then logarithms
+  TilesCall near;     // `out` in float32; its sums become those of all keys; with numbers its mask leaves sink tokens out
+  FeaturesCall far;   // of the same tokens; its mask leaves sink tokens out; denominators: weights of the sums in outputs, then logarithms
   int64_t block, before, after;  // tokens of a block, counted from the first key; near blocks around the query's own
   bool causal;        // as many keys at least as queries, which are the last of them
   const int64_t* ends;  // (batch, heads, end_count): positions of sink tokens; there is none from `keys` on

@@ -183,7 +183,7 @@ FeaturesCall features_call(const Tensor& q, const Tensor& k, const Tensor& v, co
                            const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
                            const MaybeTensor& first_kv, const MaybeTensor& first_z, const MaybeTensor& first_scale,
                            int64_t map, double offset, double eps, bool causal, const Tensor& out,
-                           const Tensor& denominators, const Tensor& states, int64_t slots = 0) {
+                           const Tensor& denominators, const MaybeTensor& states, int64_t slots = 0) {
   static std::atomic<int64_t> calls{0};
   FeaturesCall c{};
   c.number = ++calls;
@@ -222,10 +222,11 @@ FeaturesCall features_call(const Tensor& q, const Tensor& k, const Tensor& v, co
   }
   const int64_t lead = causal ? c.keys - c.length : c.keys;
   if (slots == 0) slots = section_count(lead) + (causal ? section_count(c.length) : 0) + 1;
-  STD_TORCH_CHECK(states.numel() == c.batch * c.heads * slots * state_numbers(c.features, c.values) &&
+  STD_TORCH_CHECK((!states || states->numel() == c.batch * c.heads * slots * state_numbers(c.features, c.values)) &&
                       denominators.numel() == (exponential ? 2 : 1) * c.batch * c.heads * c.length,
                   "the memory of sums does not fit");
-  c.states = numbers_of<float>(states), c.denominators = numbers_of<float>(denominators);
+  c.denominators = numbers_of<float>(denominators);
+  if (states) c.states = numbers_of<float>(*states);
   c.first = states_of(first_kv, first_z, first_scale, c);
   STD_TORCH_CHECK(!c.first.kv || !exponential || c.first.log_scale, "a state of exponentials has scales");
   return c;
@@ -246,15 +247,15 @@ bool features_forward(const Tensor& q, const Tensor& k, const Tensor& v, const M
 
 // of sections of queries and of keys
 FeaturesGradients features_gradients(const FeaturesCall& c, const Tensor& grad_out, const Tensor& dq, const Tensor& dk,
-                                     const Tensor& dv, const Tensor& d_states, int64_t slots, int64_t queries,
+                                     const Tensor& dv, const MaybeTensor& d_states, int64_t slots, int64_t queries,
                                      int64_t sections, const MaybeTensor& d_query_rows, const MaybeTensor& d_key_rows,
                                      const MaybeTensor& d_bias) {
   FeaturesGradients d{};
   d.grad_out = tokens(grad_out), d.dq = tokens(dq), d.dk = tokens(dk), d.dv = tokens(dv);
   const int64_t heads = c.batch * c.heads, rows = c.features * ((c.width + 31) / 32 * 32);
-  STD_TORCH_CHECK(d_states.numel() == heads * slots * state_numbers(c.features, c.values),
+  STD_TORCH_CHECK(!d_states || d_states->numel() == heads * slots * state_numbers(c.features, c.values),
                   "the memory of gradients does not fit");
-  d.states = numbers_of<float>(d_states);
+  if (d_states) d.states = numbers_of<float>(*d_states);
   if (d_query_rows) {
     STD_TORCH_CHECK(d_query_rows->numel() == heads * queries * rows, "gradients of rows do not fit");
     d.d_query_rows = numbers_of<float>(*d_query_rows);
@@ -290,11 +291,12 @@ void features_backward(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }
 
 // place: tokens of a block, near blocks before and after a query's own, causal, map of features
-HybridCall hybrid_call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& key_mask, const Tensor& ends,
+HybridCall hybrid_call(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                       const Tensor& others, const Tensor& ends,
                        const MaybeTensor& numbers, const MaybeTensor& sinks, const Tensor& tiles, const Tensor& ranges,
                        const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
                        int64_t first_offset, double scale, const std::vector<int64_t>& place, double offset,
-                       const Tensor& out, const Tensor& sums, const Tensor& weights, const Tensor& states) {
+                       const Tensor& out, const Tensor& sums, const Tensor& weights, const MaybeTensor& states) {
   HybridCall c{};
   STD_TORCH_CHECK(place.size() == 5 && place[0] >= 1 && place[1] >= 0 && place[2] >= 0, "the blocks do not fit");
   c.block = place[0], c.before = place[1], c.after = place[2], c.causal = place[3] != 0;
@@ -302,7 +304,7 @@ HybridCall hybrid_call(const Tensor& q, const Tensor& k, const Tensor& v, const 
   STD_TORCH_CHECK(c.near.keys >= 1 && c.near.length >= 1 && (!c.causal || c.near.keys >= c.near.length) &&
                       c.near.heads == c.near.groups && c.near.out.kind == FLOAT32,
                   "such a call is not served");
-  c.far = features_call(q, k, v, key_mask, query_rows, key_rows, bias, {}, {}, {}, place[4], offset, 0.0, false, out,
+  c.far = features_call(q, k, v, others, query_rows, key_rows, bias, {}, {}, {}, place[4], offset, 0.0, false, out,
                         weights, states, c.of_queries().slots());
   c.far.normed = true;
   STD_TORCH_CHECK(ends.dim() == 3 && ends.size(0) == c.near.batch && ends.size(1) == c.near.heads &&
@@ -313,25 +315,27 @@ HybridCall hybrid_call(const Tensor& q, const Tensor& k, const Tensor& v, const 
   return c;
 }
 
-bool hybrid_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& key_mask, const Tensor& ends,
+bool hybrid_forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                    const Tensor& others, const Tensor& ends,
                     const MaybeTensor& numbers, const MaybeTensor& sinks, const Tensor& tiles, const Tensor& ranges,
                     const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
                     int64_t first_offset, double scale, std::vector<int64_t> place, double offset, const Tensor& out,
-                    const Tensor& sums, const Tensor& weights, const Tensor& states) {
-  return kernels->hybrid_forward(hybrid_call(q, k, v, key_mask, ends, numbers, sinks, tiles, ranges, query_rows, key_rows,
+                    const Tensor& sums, const Tensor& weights, const MaybeTensor& states) {
+  return kernels->hybrid_forward(hybrid_call(q, k, v, key_mask, others, ends, numbers, sinks, tiles, ranges, query_rows, key_rows,
                                              bias, first_offset, scale, place, offset, out, sums, weights, states),
                                  pool());
 }
 
-void hybrid_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& key_mask, const Tensor& ends,
+void hybrid_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                     const Tensor& others, const Tensor& ends,
                      const MaybeTensor& numbers, const MaybeTensor& sinks, const Tensor& tiles, const Tensor& ranges,
                      const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
                      int64_t first_offset, double scale, std::vector<int64_t> place, double offset, const Tensor& out,
                      const Tensor& sums, const Tensor& weights, const Tensor& states, const Tensor& grad_out,
-                     const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& d_ends, const Tensor& d_states,
+                     const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& d_ends, const MaybeTensor& d_states,
                      const MaybeTensor& d_numbers, const MaybeTensor& d_query_rows, const MaybeTensor& d_key_rows,
                      const MaybeTensor& d_bias) {
-  const HybridCall c = hybrid_call(q, k, v, key_mask, ends, numbers, sinks, tiles, ranges, query_rows, key_rows, bias,
+  const HybridCall c = hybrid_call(q, k, v, key_mask, others, ends, numbers, sinks, tiles, ranges, query_rows, key_rows, bias,
                                    first_offset, scale, place, offset, out, sums, weights, states);
   const int64_t queries = c.of_queries().sections(), keys = c.of_keys().sections();
   HybridGradients d{};
@@ -435,12 +439,12 @@ STABLE_TORCH_LIBRARY(fast_attention_core, m) {
         "Tensor(i!)? d_bias) -> ()");
 #undef FEATURES
 #define HYBRID                                                                                                   \
-  "Tensor q, Tensor k, Tensor v, Tensor key_mask, Tensor ends, Tensor? numbers, Tensor? sinks, Tensor tiles, "      \
+  "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor others, Tensor ends, Tensor? numbers, Tensor? sinks, Tensor tiles, "      \
   "Tensor ranges, Tensor? query_rows, Tensor? key_rows, Tensor? bias, int first_offset, float scale, int[] place, " \
   "float offset, "
-  m.def("hybrid_forward(" HYBRID "Tensor(a!) out, Tensor(b!) sums, Tensor(c!) weights, Tensor(d!) states) -> bool");
+  m.def("hybrid_forward(" HYBRID "Tensor(a!) out, Tensor(b!) sums, Tensor(c!) weights, Tensor(d!)? states) -> bool");
   m.def("hybrid_backward(" HYBRID "Tensor out, Tensor sums, Tensor weights, Tensor states, Tensor grad_out, "
-        "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) d_ends, Tensor(e!) d_states, Tensor(f!)? d_numbers, "
+        "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) d_ends, Tensor(e!)? d_states, Tensor(f!)? d_numbers, "
         "Tensor(g!)? d_query_rows, Tensor(h!)? d_key_rows, Tensor(i!)? d_bias) -> ()");
 #undef HYBRID
   m.def("lsh_hash(Tensor q, Tensor rotations, int[] factors, Tensor(a!) buckets) -> ()");

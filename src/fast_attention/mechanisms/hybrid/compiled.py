@@ -25,6 +25,7 @@ from fast_attention.mechanisms.linear.kernelised import CoreMap, TokenMap, token
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 
 PATH = f"{dispatch.CORE}: near keys in tiles, far ones as sums of features"
+MOST = 2**21  # sums of a head, 8 MiB, that stay in memory of the thread that makes them
 
 
 def obstacle(q: Tensor, k: Tensor, v: Tensor, maps: CoreMap | None) -> str:
@@ -41,6 +42,7 @@ def attend(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
     v: Float[Tensor, "*batch keys values"],
+    key_mask: Bool[Tensor, "*#batch keys"] | None,
     others: Bool[Tensor, "*#batch keys"],
     sinks: Int[Tensor, "*#batch sinks"],
     near: BlockLocal,
@@ -61,15 +63,15 @@ def attend(
     lead = q.shape[:-2]
     rows = (None if x is None else x.expand(*lead, *x.shape[-2:]) for x in widen(maps[1:]))
     out = _HYBRID(
-        q[..., extra:, :], k, v, others, sinks, numbers, learned, *rows,
+        q[..., extra:, :], k, v, key_mask if numbers is None else others, others, sinks, numbers, learned, *rows,
         near=near, map=maps.map, first=low + k.shape[-2] - q.shape[-2] + extra, is_causal=is_causal,
     )  # fmt: skip
     return pad(out, (0, 0, extra, 0)) if extra else out
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, others: Tensor, position: Tensor, numbers: Tensor | None, learned: Tensor | None,
-    rows: Tensor | None, key_rows: Tensor | None, bias: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, others: Tensor, position: Tensor, numbers: Tensor | None,
+    learned: Tensor | None, rows: Tensor | None, key_rows: Tensor | None, bias: Tensor | None,
     *, near: BlockLocal, map: FeatureMap | None, first: int, is_causal: bool,
 ) -> Tensor:  # fmt: skip
     dtype = q.dtype
@@ -98,13 +100,17 @@ def _positions(numbers: Tensor | None, near: BlockLocal) -> Positions | None:
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, others: Tensor, position: Tensor, numbers: Tensor | None, learned: Tensor | None,
-    rows: Tensor | None, key_rows: Tensor | None, bias: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, others: Tensor, position: Tensor, numbers: Tensor | None,
+    learned: Tensor | None, rows: Tensor | None, key_rows: Tensor | None, bias: Tensor | None,
     *, near: BlockLocal, map: FeatureMap | None, first: int, is_causal: bool,
 ) -> list[Any]:  # fmt: skip
     """What both passes are given."""
     lead, (length, keys) = q.shape[:-2], (q.shape[-2], k.shape[-2])
-    mask, ends = (four_axes(x.contiguous().expand(*lead, -1)[..., None])[..., 0] for x in (others, position))
+    masks = (
+        None if x is None else four_axes(x.contiguous().expand(*lead, -1)[..., None])[..., 0]
+        for x in (key_mask, others, position)
+    )
+    seen, summed, ends = masks
     terms = (None if x is None else x.detach().float().contiguous() for x in (numbers, learned))
     weights = [None if x is None else four_axes(x) for x in (rows, key_rows, bias)]
     weights[2] = None if weights[2] is None else weights[2][..., 0, :]
@@ -112,7 +118,7 @@ def _call(
     number, offset = number_of(map)
     place = [near.block_size, near.before, near.after, int(is_causal), number]
     return [
-        *(four_axes(x) for x in (q, k, v)), mask.view(torch.uint8), ends, *terms, *plan, *weights, first, q.shape[-1] ** -0.5, place, offset
+        *(four_axes(x) for x in (q, k, v)), seen, summed, ends, *terms, *plan, *weights, first, q.shape[-1] ** -0.5, place, offset
     ]  # fmt: skip
 
 
@@ -120,7 +126,7 @@ class _Sizes:
     """How many blocks, sections and sums a call has, as ``interface.h`` counts them."""
 
     def __init__(self, call: list[Any]) -> None:
-        q, k, v, rows, (block, *_, number) = *call[:3], call[9], call[14]
+        q, k, v, rows, (block, *_, number) = *call[:3], call[10], call[15]
         self.heads, length, keys = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
         self.features = rows.shape[2] if number == EXPONENTIAL else q.shape[3]
         together = 1 if block > 128 else 8 if block < 32 else 256 // block
@@ -129,6 +135,10 @@ class _Sizes:
         padded = -(-self.features // 32) * 32
         state = self.heads * padded * (-(-v.shape[3] // 32) * 32 + 2)
         self.sums, self.gradients = (key_blocks + 2 * self.queries) * state, (queries + 2 * self.keys) * state
+
+    def of_threads(self, numbers: int) -> bool:
+        """Whether threads have memory of their own for these, a head at a time."""
+        return self.heads >= 2 * torch.get_num_threads() and numbers <= self.heads * MOST
 
 
 def _forward(*arguments: Any, keep: bool, **settings: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -139,11 +149,12 @@ def _forward(*arguments: Any, keep: bool, **settings: Any) -> tuple[Tensor, tupl
         return q.new_empty(shape, dtype=torch.float32)
 
     out, sums = memory(*call[0].shape[:-1], v.shape[-1]), memory(*q.shape[:-1], 2)
-    planes = 2 if call[14][4] == EXPONENTIAL else 1
-    kept = out, sums, memory(planes, sizes.heads, q.shape[-2]), memory(sizes.sums)
+    planes = 2 if call[15][4] == EXPONENTIAL else 1
+    states = memory(sizes.sums) if keep or not sizes.of_threads(sizes.sums) else None
+    kept = out, sums, memory(planes, sizes.heads, q.shape[-2]), states
     if not torch.ops.fast_attention_core.hybrid_forward(*call, *kept):
         raise OutOfRangeError
-    return out.to(q.dtype).view(*q.shape[:-1], v.shape[-1]), kept if keep else ()
+    return out.to(q.dtype).view(*q.shape[:-1], v.shape[-1]), (kept if keep else ())  # type: ignore[return-value]
 
 
 def _backward(
@@ -152,15 +163,16 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     call = _call(*inputs, **settings)
     (q, k, v), sizes, gradient = call[:3], _Sizes(call), four_axes(gradients[0])
-    numbers, learned, *weights = inputs[5:]
+    numbers, learned, *weights = inputs[6:]
 
     def memory(*shape: int) -> Tensor:
         return q.new_empty(shape, dtype=torch.float32)
 
     dq = memory(*q.shape)
     dk, dv = (memory(*x.shape[:-1], -(-x.shape[-1] // tiles.ALIGNED) * tiles.ALIGNED) for x in (k, v))
-    ends = memory(sizes.heads, sizes.queries, call[4].shape[-1], dk.shape[-1] + dv.shape[-1])
+    ends = memory(sizes.heads, sizes.queries, call[5].shape[-1], dk.shape[-1] + dv.shape[-1])
     d_numbers = None if numbers is None or not numbers.requires_grad else memory(q.shape[0], *numbers.shape).zero_()
+    d_states = None if sizes.of_threads(sizes.gradients) else memory(sizes.gradients)
     width, padded = -(-q.shape[3] // 32) * 32, -(-sizes.features // 32) * 32
     places = [(sizes.queries, sizes.features, width), (sizes.keys, sizes.features, width), (sizes.queries + sizes.keys, padded)]
     parts = [
@@ -168,7 +180,7 @@ def _backward(
         for like, place in zip(weights, places, strict=True)
     ]
     torch.ops.fast_attention_core.hybrid_backward(
-        *call, *kept, gradient, dq, dk, dv, ends, memory(sizes.gradients), d_numbers, *parts
+        *call, *kept, gradient, dq, dk, dv, ends, d_states, d_numbers, *parts
     )
     d_weights: list[Tensor | None] = []
     for part, like in zip(parts, weights, strict=True):
@@ -183,7 +195,7 @@ def _backward(
         d_learned = tiles.sink_gradient(learned, tiles.log_normalisers(sums), gradients[0].float(), kept[0].view_as(gradients[0]))
     d_tokens = (dx[..., : x.shape[-1]].reshape(x.shape).to(x.dtype) for dx, x in zip((dq, dk, dv), inputs, strict=False))
     d_numbers = None if d_numbers is None else d_numbers.sum(0).to(numbers.dtype)
-    return *d_tokens, None, None, d_numbers, d_learned, *d_weights
+    return *d_tokens, None, None, None, d_numbers, d_learned, *d_weights
 
 
 _HYBRID = CustomGradient(_plain, _forward, _backward)

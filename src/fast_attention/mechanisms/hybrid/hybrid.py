@@ -243,7 +243,9 @@ class Hybrid(NearFar[HybridState]):
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """The far part decides whether weights are trained or drawn; chosen blocks are not causal."""
-        return declared(self.near, self.far.traits)
+        return self._traits
+
+    _traits = Traits(paper="", formula="", cost="", order=1.0)  # of each value, set when it is made
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -267,6 +269,7 @@ class Hybrid(NearFar[HybridState]):
             )
         at_least(self, "first", self.first, 0)
         at_least(self, "last", self.last, 0)
+        object.__setattr__(self, "_traits", declared(self.near, self.far.traits))
 
     def _from_core(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, key_mask: Tensor | None, *, is_causal: bool
@@ -283,7 +286,7 @@ class Hybrid(NearFar[HybridState]):
         q = q if self.near.scale is None else self.scaled(widen(q))
         places: Any = {"is_causal": is_causal, "bias": bias, "learned": learned}
         try:
-            out = compiled.attend(q, k, v, others, sinks, self.near, maps, **places)
+            out = compiled.attend(q, k, v, key_mask, others, sinks, self.near, maps, **places)
         except OutOfRangeError:
             return "outputs that are not finite"
         dispatch.record(compiled.PATH, f"{self.near!r} leaves keys out")
@@ -315,18 +318,16 @@ class Hybrid(NearFar[HybridState]):
         """``attend`` without FlexAttention."""
         sizes = q.shape[-2], k.shape[-2]
         if not symbolic() and self.bias is None and self.near.covers(*sizes, is_causal=is_causal):
-            dispatch.record("exact attention", f"{self.near!r} covers everything")
-            return self._exact(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+            if dispatch.asked():
+                dispatch.record("exact attention", f"{self.near!r} covers everything")
+            near: Any = w.near if self.near.needs_weights else ()
+            visible: Any = {"is_causal": is_causal, "key_mask": key_mask}
+            return softmax_attention(q, k, v, **visible, scale=self.near.scale, sinks=self.near.sinks_of(near))
         out = self._from_core(q, k, v, w, key_mask, is_causal=is_causal)
         if isinstance(out, Tensor):
             return out
         dispatch.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out; {out}")
         return self._plain(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
-
-    @in_float32
-    def _exact(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        learned = self.parts(w, q)[2]
-        return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.near.scale, sinks=learned)
 
     @in_float32
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
