@@ -16,7 +16,7 @@ namespace FAST_ATTENTION_NAMESPACE {
 constexpr int64_t AT_ONCE = 2 * STEP;  // queries or keys of a product
 
 struct HybridScratch {
-  Buffer states, d_states, before, after, factors, terms, parts, row, token, numerators, end_keys, end_values, gradients, weighted, inner,
+  Buffer states, d_states, before, after, factors, terms, parts, row, token, numerators, end_keys, end_values, near_ends, gradients, weighted, inner,
       inverse;
 };
 
@@ -37,6 +37,7 @@ class HybridWork {
     token = m.token.floats(width_row);
     end_keys = m.end_keys.floats(c.end_count * width_row);
     end_values = m.end_values.floats(c.end_count * value_row);
+    near_ends = m.near_ends.ints(c.end_count);
     ends = c.ends + w.b * c.ends_batch + w.h * c.ends_head;
     weights = f.denominators + (w.b * f.heads + w.h) * f.length;
     tops = weights + f.batch * f.heads * f.length;  // of exponentials
@@ -157,13 +158,19 @@ class HybridWork {
     }
   }
 
-  // A query in units of log 2, and its scores of sink tokens: minus infinity for those that come later or are near keys,
-  // unless near keys have a bias, which sink tokens have not.
+  // Which sink tokens count as near keys of a block of queries, or are not there. Where near keys have a bias, which sink
+  // tokens have not, none does.
+  void find_near_ends(int64_t t) {
+    for (int64_t s = 0; s < c.end_count; ++s) {
+      const int64_t apart = ends[s] / c.block - (c.first_block() + t);
+      near_ends[s] = ends[s] >= f.keys || (c.near.numbers == nullptr && apart >= -c.before && (c.causal || apart <= c.after));
+    }
+  }
+
+  // A query in units of log 2, and its scores of sink tokens: minus infinity for those that come later or are near.
   void read_token(int64_t i) { read_row(f.q, w.at(f.q, i), f.width, width_row, c.near.scale * LOG2E, token); }
   float score(int64_t i, int64_t s) const {
-    const int64_t position = i + c.behind(), block = position / c.block - (position % c.block < 0), apart = ends[s] / c.block - block;
-    if (ends[s] >= f.keys || (c.causal && ends[s] > position)) return NOTHING;
-    if (c.near.numbers == nullptr && apart >= -c.before && (c.causal || apart <= c.after)) return NOTHING;
+    if (near_ends[s] || (c.causal && ends[s] > i + c.behind())) return NOTHING;
     return product_of_rows(token, end_keys + s * width_row, width_row);
   }
 
@@ -225,6 +232,7 @@ class HybridWork {
     read(cut, states(f.states, m.states, cut), section, [&](int64_t t, const FeatureSums& x) {
       int64_t first, end;
       queries_of(t, first, end);
+      find_near_ends(t);
       for (int64_t i = first; i < end; i += AT_ONCE) finite = merge(i, end - i < AT_ONCE ? end - i : AT_ONCE, x) && finite;
     });
     return finite;
@@ -247,6 +255,7 @@ class HybridWork {
       turn_panels(x.kv, w.line, value_row, turned);
       int64_t first, end;
       queries_of(t, first, end);
+      find_near_ends(t);
       for (int64_t i = first; i < end; i += AT_ONCE) {
         const int64_t n = end - i < AT_ONCE ? end - i : AT_ONCE;
         for (int64_t r = 0; r < n; ++r) {
@@ -341,6 +350,7 @@ class HybridWork {
   const int64_t width_row, value_row, size;
   const float log_count;
   float *row, *token, *end_keys, *end_values, *weights, *tops, *sums;
+  int32_t* near_ends;
   const int64_t* ends;
 };
 
