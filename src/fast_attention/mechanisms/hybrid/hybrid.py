@@ -289,7 +289,8 @@ class Hybrid(NearFar[HybridState]):
             out = compiled.attend(q, k, v, key_mask, others, sinks, self.near, maps, **places)
         except OutOfRangeError:
             return "outputs that are not finite"
-        dispatch.record(compiled.PATH, f"{self.near!r} leaves keys out")
+        if dispatch.asked():
+            dispatch.record(compiled.PATH, f"{self.near!r} leaves keys out")
         return out.to(v.dtype)
 
     def _reads(
@@ -326,7 +327,10 @@ class Hybrid(NearFar[HybridState]):
         out = self._from_core(q, k, v, w, key_mask, is_causal=is_causal)
         if isinstance(out, Tensor):
             return out
-        dispatch.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out; {out}")
+        if isinstance(self.near, Selected):
+            dispatch.record("chosen blocks exact, the others as sums of features", f"{self.near!r} leaves blocks out")
+        else:
+            dispatch.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out; {out}")
         return self._plain(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
