@@ -245,7 +245,7 @@ class HybridWork {
           *weighted = m.weighted.floats(AT_ONCE * value_row), *inner = m.inner.floats(2 * AT_ONCE);
     const int64_t end_row = d.near.dk_row + d.near.dv_row, slots = cut.sections() + back.sections();
     float* d_ends = d.ends + ((w.b * f.heads + w.h) * cut.sections() + section) * c.end_count * end_row;
-    std::memset(d_ends, 0, static_cast<size_t>(c.end_count * end_row) * 4);
+    if (c.end_count > 0) std::memset(d_ends, 0, static_cast<size_t>(c.end_count * end_row) * 4);
     float* d_bias = w.bias_of(d.far.d_bias, slots, section);
     read_ends();
     read(cut, states(f.states, m.states, cut), section, [&](int64_t t, const FeatureSums& x) {
