@@ -1,4 +1,4 @@
-"""Hybrid in the compiled core: the reference's outputs and gradients in float64, the same bits for any number of threads."""
+"""Hybrid in the compiled core: the reference's outputs and gradients, equal bits for any number of threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Bound, BlockLocal, Hybrid, LinearAttention, Shape, core
+from fast_attention import BlockLocal, Bound, Hybrid, LinearAttention, Shape, core
 from fast_attention.engine import dispatch
 from fast_attention.mechanisms.hybrid import compiled
 from tests.cases import bind, qkv, some_keys
@@ -71,7 +71,10 @@ def test_halves_are_sums_in_float32(text: str, dtype: torch.dtype) -> None:
     """The error is that of rounding the result."""
     bound, tokens = bind(text, head_dim=16), tuple(x.to(dtype) for x in qkv(200, width=16))
     for is_causal in (False, True):
-        ours, exact = results(bound, tokens, is_causal=is_causal), results(bound, tokens, wide=True, is_causal=is_causal)
+        ours, exact = (
+            results(bound, tokens, is_causal=is_causal),
+            results(bound, tokens, wide=True, is_causal=is_causal),
+        )
         assert all(x.dtype == dtype for x in ours[:4])
         agree(ours, exact, tolerance=3 * torch.finfo(dtype).eps)
 
@@ -96,13 +99,17 @@ def test_neither_threads_nor_memory_change_a_bit(text: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("far", ["FavorPlus(num_features=16)", "LearnedFeatures(num_features=16)"])
 def test_features_that_grow_to_the_end(far: str) -> None:
-    """By hundreds, as powers of two: every block of keys has scales of its own, and each query the largest before it."""
+    """By hundreds, as powers of two: every block of keys has scales of its own."""
     bound = bind(f"Hybrid(near=BlockLocal(block_size=16), far={far})", head_dim=16)
     q, k, v = qkv(300, width=16, dtype=torch.float32)
     for growing in (torch.linspace(0, 12, 300), torch.linspace(12, 0, 300)):
         tokens = q, k * growing[:, None], v
         for is_causal in (False, True):
-            agree(results(bound, tokens, is_causal=is_causal), results(bound, tokens, wide=True, is_causal=is_causal), 1e-4)
+            agree(
+                results(bound, tokens, is_causal=is_causal),
+                results(bound, tokens, wide=True, is_causal=is_causal),
+                1e-4,
+            )
 
 
 def test_sums_out_of_range_go_by_the_reference() -> None:

@@ -77,9 +77,9 @@ def _plain(
     dtype = q.dtype
     q, k, v = widen((q, k, v))
 
-    def of(some: Tensor | None, factor: float) -> TokenMap:
-        if map is not None:
-            return TokenMap(lambda x: map.features(x).per_token())
+    def of(some: Tensor | None, factor: float, known: FeatureMap | None = map) -> TokenMap:
+        if known is not None:
+            return TokenMap(lambda x: known.features(x).per_token())
         assert some is not None
         return TokenMap(lambda x: token_features(x, some, bias, hyperbolic=False, factor=factor))
 
@@ -117,9 +117,8 @@ def _call(
     plan = tiles.blocks(length, keys, near.block_size, near.before, near.after, is_causal)
     number, offset = number_of(map)
     place = [near.block_size, near.before, near.after, int(is_causal), number]
-    return [
-        *(four_axes(x) for x in (q, k, v)), seen, summed, ends, *terms, *plan, *weights, first, q.shape[-1] ** -0.5, place, offset
-    ]  # fmt: skip
+    tokens, factor = (four_axes(x) for x in (q, k, v)), float(q.shape[-1] ** -0.5)
+    return [*tokens, seen, summed, ends, *terms, *plan, *weights, first, factor, place, offset]
 
 
 class _Sizes:
@@ -174,14 +173,16 @@ def _backward(
     d_numbers = None if numbers is None or not numbers.requires_grad else memory(q.shape[0], *numbers.shape).zero_()
     d_states = None if sizes.of_threads(sizes.gradients) else memory(sizes.gradients)
     width, padded = -(-q.shape[3] // 32) * 32, -(-sizes.features // 32) * 32
-    places = [(sizes.queries, sizes.features, width), (sizes.keys, sizes.features, width), (sizes.queries + sizes.keys, padded)]
+    places = [
+        (sizes.queries, sizes.features, width),
+        (sizes.keys, sizes.features, width),
+        (sizes.queries + sizes.keys, padded),
+    ]
     parts = [
         memory(*q.shape[:2], *place).zero_() if like is not None and like.requires_grad else None
         for like, place in zip(weights, places, strict=True)
     ]
-    torch.ops.fast_attention_core.hybrid_backward(
-        *call, *kept, gradient, dq, dk, dv, ends, d_states, d_numbers, *parts
-    )
+    torch.ops.fast_attention_core.hybrid_backward(*call, *kept, gradient, dq, dk, dv, ends, d_states, d_numbers, *parts)
     d_weights: list[Tensor | None] = []
     for part, like in zip(parts, weights, strict=True):
         if part is None:
@@ -192,9 +193,13 @@ def _backward(
     d_learned = None
     if learned is not None and learned.requires_grad:
         sums = kept[1].view(*inputs[0].shape[:-1], 2)
-        d_learned = tiles.sink_gradient(learned, tiles.log_normalisers(sums), gradients[0].float(), kept[0].view_as(gradients[0]))
-    d_tokens = (dx[..., : x.shape[-1]].reshape(x.shape).to(x.dtype) for dx, x in zip((dq, dk, dv), inputs, strict=False))
-    d_numbers = None if d_numbers is None else d_numbers.sum(0).to(numbers.dtype)
+        d_learned = tiles.sink_gradient(
+            learned, tiles.log_normalisers(sums), gradients[0].float(), kept[0].view_as(gradients[0])
+        )
+    d_tokens = (
+        dx[..., : x.shape[-1]].reshape(x.shape).to(x.dtype) for dx, x in zip((dq, dk, dv), inputs, strict=False)
+    )
+    d_numbers = None if d_numbers is None or numbers is None else d_numbers.sum(0).to(numbers.dtype)
     return *d_tokens, None, None, None, d_numbers, d_learned, *d_weights
 
 

@@ -36,8 +36,8 @@ from fast_attention.mechanisms.hybrid import compiled, gpu, reference
 from fast_attention.mechanisms.hybrid.reference import FarSums, attend_near, block_sums
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear import linear_state
-from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.compiled import OutOfRangeError
+from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.reference import masked_keys

@@ -105,6 +105,7 @@ def _call(arguments: Arguments, number: int, offset: float, eps: float, is_causa
 
 
 def number_of(map: FeatureMap | None) -> tuple[int, float]:
+    """Of a map inside, and what it adds."""
     return (EXPONENTIAL, 0.0) if map is None else (NUMBERS[type(map)], getattr(map, "offset", 0.0))
 
 
