@@ -22,7 +22,7 @@ TEXTS = [
     "Hybrid(near=BlockLocal(block_size=70, before=0, scale=0.3), far=FavorPlusPlus(num_features=8), first=3)",
     "Hybrid(near=BlockLocal(block_size=140, before=0, after=0), far=LinearAttention(), last=0)",
     "Hybrid(near=BlockLocal(block_size=3, before=0, after=0), far=LinearAttention(feature_map=Relu(offset=0.01)))",
-    "Hybrid(near=BlockLocal(block_size=9, bias=T5Buckets(), sinks=True), far=LearnedFeatures(num_features=5))",
+    "Hybrid(near=BlockLocal(block_size=9, bias=T5Buckets(), sinks=True), far=LearnedFeatures(5), first=2)",
 ]  # fmt: skip
 
 
