@@ -178,18 +178,9 @@ def chosen() -> str:
 
 
 def decision() -> str:
-    """What to take for texts beyond a model's positions, as ``advise`` and ``compare`` print it; what it rests on."""
-    found, record = measured.retrieval()
+    """What to take for texts beyond a model's positions, as ``advise`` and ``compare`` print it."""
     whole = "BlockLocal(block_size=256)"
-    ways = {
-        "nearest chunk": "best of the 512-token chunks, a vector each",
-        "mean of the chunks": "mean of the 512-token chunks",
-        f"one pass by `{whole}`": f"extended, untrained {whole}",
-        "one pass by exact attention": "extended, exact",
-    }
-    figures = "; ".join(f"{name} {found[way]['recall_at_1']:.3f}" for name, way in ways.items())
-    words = " ".join(LONG).replace(whole, f"`{whole}`")
-    return f"{words} Recall at 1, a MiniLM, {record.meta['documents']} manuals: {figures} ({record.link})."
+    return " ".join(LONG).replace(whole, f"`{whole}`")
 
 
 def written() -> str:
@@ -290,30 +281,24 @@ def instead() -> str:
 
 
 def recommended() -> str:
-    """Three recommendations for README: time and results at 4,096 tokens, those of a row from one record."""
-    whole, positions, study = map(measured.newest, ("whole-models", "by-position", "study-byte-lm-convolved"))
-    at = f"{measured.FAR:,} tokens"
-    asked = ("modernbert", "forward", measured.FAR)
-    row = next(row for row in whole.held["rows"] if (row["case"], row["what"], row["length"]) == asked)
-    blocks = "BlockLocal(block_size=256)"
-    readers = {row["reader"]: row for row in positions.held["rows"]}
-    own, exact = readers[f"extended, untrained {blocks}"], readers["extended, exact"]
+    """Three recommendations for README beside exact attention: time and quality at one length, from one record."""
+    study = measured.newest("study-byte-lm-learned")
     steps: dict[str, list[float]] = {}
     for each in study.held["results"]:
         steps.setdefault(each["mechanism"], []).append(each["step_seconds"])
     learnt = measured.learned(study)
+    takes = {
+        "WKV()": "a language model of long texts",
+        "Local(window=64) + WKV()": "the same, with exact attention to near tokens",
+        "Local(window=64)": "near tokens alone",
+        measured.EXACT: "(exact attention)",
+    }
     rows = [
-        ("the model's own results", "`swap(model)`", f"{times(row['times'])}, a ModernBERT",
-         f"outputs differ by {row['difference']:.0e}", whole),
-        ("one pass beyond the model's positions", f"`{blocks}`, untrained",
-         f"{times(own['tokens_per_second'] / exact['tokens_per_second'])}, a small Llama",
-         f"{own['bits_per_byte'][-1]:.3f} bits per byte; exact {exact['bits_per_byte'][-1]:.3f}", positions),
-        ("training from scratch, in equal time", "`WKV()`",
-         f"{times(fmean(steps[measured.EXACT]) / fmean(steps['WKV()']))}, a training step",
-         f"{learnt['WKV()']:.3f} bits per byte; exact {learnt[measured.EXACT]:.3f}", study),
-    ]  # fmt: skip
-    cells = [(*words, f"[{record.name[11:-5]}](records/{record.name})") for *words, record in rows]
-    return table(("you need", "take", f"time at {at}", f"results at {at}", "record"), cells)
+        (words, f"`{name}`", times(fmean(steps[measured.EXACT]) / fmean(steps[name])), f"{learnt[name]:.2f}")
+        for name, words in takes.items()
+    ]
+    heads = ("you train", "take", f"training step at {measured.FAR:,} tokens", "bits per byte, lower is better")
+    return f"{table(heads, rows)}\n\nRecord: [{study.name[11:-5]}](records/{study.name})."
 
 
 # records/README.md

@@ -70,7 +70,8 @@ def test_every_relative_link_leads_somewhere(pages: dict[Path, str]) -> None:
 
 def test_a_wrong_link_is_seen() -> None:
     page = ROOT / "docs" / "page.md"
-    text = "[a](index.md) [b](index.md#four-uses) [c](nowhere.md) [d](index.md#nowhere) [e](https://x.org) ![f](no.svg)"
+    text = "[a](index.md) [b](index.md#is-it-for-you) [c](nowhere.md) [d](index.md#nowhere) [e](https://x.org)"
+    text += " ![f](no.svg)"
     assert broken(page, text, {}) == ["nowhere.md", "index.md#nowhere", "no.svg"]
     assert broken(page, "```{include} ../NOTHING.md\n```", {}) == ["../NOTHING.md"]
     assert broken(page, "```\n[c](nowhere.md)\n```", {}) == []
