@@ -26,7 +26,7 @@ html_js_files = ["site.js"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
-exclude_patterns = ["_build", "gallery", "ideas"]
+exclude_patterns = ["_build", "gallery", "ideas", "start"]
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
@@ -41,15 +41,15 @@ pygments_dark_style = "monokai"
 if GALLERY:
     extensions.append("sphinx_gallery.gen_gallery")
 sphinx_gallery_conf = {
-    "examples_dirs": "gallery",
-    "gallery_dirs": "auto_gallery",
+    "examples_dirs": ["start", "gallery"],
+    "gallery_dirs": ["auto_start", "auto_gallery"],
     "filename_pattern": r"/plot_",
     "image_scrapers": ("matplotlib",),
     "abort_on_example_error": True,
     "only_warn_on_example_error": False,
     "min_reported_time": 1,
     "download_all_examples": False,
-    "notebook_extensions": set(),
+    "notebook_extensions": {".py"},  # a notebook of each, to download
     "remove_config_comments": True,
     "within_subsection_order": "FileNameSortKey",
     "reset_modules": ("matplotlib",),

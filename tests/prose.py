@@ -20,7 +20,7 @@ FENCED = re.compile(r"^( *)(`{3,}|:{3,})[^\n]*\n.*?^\1\2 *$", re.S | re.M)
 APART = re.compile(r"\s*(\||#|:{3}|!\[|:\w+:)")  # tables, headings, directives, pictures, options
 ITEM = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*+]|\d+\.)\s)")
 END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\[(`*\"])|(?<=[.!?]\*\*)\s+")
-WORD = re.compile(r"[\w'^-]+")
+WORD = re.compile(r"\w[\w'^-]*")
 FIGURE = re.compile(
     r"(?<![\w.-])\d[\d,.]*(?: |\u00a0)?(?:ms|s|seconds?|KiB|MiB|GiB|%|x(?! \d)|times)(?!\w)|(?<![\w.-])0?\.\d{2,}"
 )

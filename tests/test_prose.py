@@ -76,8 +76,8 @@ code = "is never a sentence here"
 ```
 """
     found = prose.sentences(page)
-    assert [len(prose.words(each)) for each in found] == [6, 6, 12, 6, 6]
-    assert prose.mean_and_long([*found, "word " * 36]) == (72 / 6, 1 / 6)
+    assert [len(prose.words(each)) for each in found] == [5, 6, 16, 6, 6]
+    assert prose.mean_and_long([*found, "word " * 36]) == (75 / 6, 1 / 6)
     assert prose.figures(found[2]) == ["2.5x", "40 %", "3 ms", "1,024 MiB", "0.123"]
     for harmless in ("256 tokens of 8 heads", "Python 3.11 and torch 2.13.0", "`5 ms` is code", "a grid of 16 x 16"):
         assert not prose.figures(harmless), harmless

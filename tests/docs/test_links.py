@@ -13,7 +13,7 @@ LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^( *)(`{3,})[^{\n]*\n.*?^\1\2`*$", re.S | re.M)
 INCLUDE = re.compile(r"^```\{(?:include|literalinclude)\} (\S+)", re.M)
 DOCS = ROOT / "docs"
-BUILT = {"_build", "mechanisms", "auto_gallery"}  # folders that a build makes
+BUILT = {"_build", "mechanisms", "auto_gallery", "auto_start"}  # folders that a build makes
 
 
 def sources() -> list[Path]:

@@ -37,7 +37,9 @@ def copied(code: str, language: str, exclude: str) -> str:
 
 
 def pages() -> list[Path]:
-    return [path for path in (ROOT / "docs").rglob("*.md") if not {"_build", "auto_gallery"} & {*path.parts}]
+    return [
+        path for path in (ROOT / "docs").rglob("*.md") if not {"_build", "auto_gallery", "auto_start"} & {*path.parts}
+    ]
 
 
 def test_every_block_of_the_site_can_be_copied(conf: ModuleType) -> None:
