@@ -10,7 +10,7 @@ from tests import prose
 
 MEAN, SHARE = 16.0, 0.02  # words a sentence, and sentences of more than 35 words: README and the site
 PAGE_MEAN, PAGE_SHARE = 20.0, 0.10  # of any one page
-IDEAS_MEAN, IDEAS_SHARE = 17.5, 0.036  # docs/ideas: what stood when this was written
+IDEAS_MEAN = 16.5  # docs/ideas, where an example needs a longer breath
 BARE = 210  # docstrings of src that begin with a bare relation: what stood when this was written. It only falls.
 IDEAS = prose.DOCS / "ideas"
 USERS = [  # pages that people read to use the library; measurements, designs and papers hold figures
@@ -24,15 +24,13 @@ def read(page: Path) -> list[str]:
     return prose.sentences(page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("ideas", "most", "long"), [(False, MEAN, SHARE), (True, IDEAS_MEAN, IDEAS_SHARE)], ids=["site", "ideas"]
-)
-def test_sentences_are_short(ideas: bool, most: float, long: float) -> None:
+@pytest.mark.parametrize(("ideas", "most"), [(False, MEAN), (True, IDEAS_MEAN)], ids=["site", "ideas"])
+def test_sentences_are_short(ideas: bool, most: float) -> None:
     found = [each for page in prose.pages() if page.is_relative_to(IDEAS) == ideas for each in read(page)]
     assert len(found) > 800
     mean, share = prose.mean_and_long(found)
     assert mean <= most, "python -m tests.prose names the long ones"
-    assert share <= long, "python -m tests.prose names the long ones"
+    assert share <= SHARE, "python -m tests.prose names the long ones"
 
 
 def test_no_page_is_left_behind() -> None:
