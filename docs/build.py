@@ -438,6 +438,14 @@ def page(name: str) -> str:
 # What the code says: the table of mechanisms, what runs on a GPU, rooms
 
 
+def source(paper: str) -> str:
+    """A paper as a short link: first author and year, or the page of a text that has one here."""
+    if "Fast Attention" in paper:
+        return "[Jiang and Zuo](papers/fast_attention.md)"
+    links = re.findall(r"([A-Z][\w-]*)[^;]*? (\d{4}), arXiv (\d{4}\.\d{4,5})", paper)
+    return "; ".join(f"[{author} {year}](https://arxiv.org/abs/{number})" for author, year, number in links) or paper
+
+
 def overview() -> str:
     """The table of mechanisms, and the table of contents of their pages."""
     rows, yes = [], {True: "yes", False: "-"}
@@ -447,7 +455,7 @@ def overview() -> str:
         cross = yes[t.cross] if isinstance(mechanism, Attention) else "mixer"
         weights = " + ".join(word for word, has in (("learned", t.learned), ("random", t.random)) if has) or "none"
         can = (yes[t.causal], yes[t.padding], cross, yes[t.mask], t.memory or "-")
-        rows.append((label, t.cost, *can, weights + ", to max_len" * t.bounded, t.paper))
+        rows.append((label, t.cost, *can, weights + ", to max_len" * t.bounded, source(t.paper)))
     heads = ("mechanism", "time", "causal", "padding", "cross", "any mask", "decoding state", "weights", "source")
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *(f"mechanisms/{name}" for name in catalogue.names()), "```"])
     return f"{table(heads, rows)}\n\n{toctree}"

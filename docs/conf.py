@@ -1,6 +1,7 @@
 """Sphinx: ``sphinx-build -W docs docs/_build``. The pages of mechanisms are written before it reads."""
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def _write(app: Any) -> None:
 
 def _built_pages(app: Any, name: str, source: list[str]) -> None:
     """Lead to the pages of mechanisms, which a build makes: the files themselves lead to what is in the repository."""
-    source[0] = source[0].replace("](ideas/", "](mechanisms/")
+    source[0] = re.sub(r"\]\((\.\./)?ideas/", r"](\1mechanisms/", source[0])
 
 
 def setup(app: Any) -> None:

@@ -20,7 +20,8 @@ from fast_attention import swap, swap_back
 logging.disable_progress_bar()
 torch.manual_seed(0)
 folder = minilm.get_model_path()
-model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+model = AutoModel.from_pretrained(folder).eval()
+tokenizer = AutoTokenizer.from_pretrained(folder)
 
 # %%
 # ``swap(model)`` changes the model in place and returns a report. It says what each layer computes, and what runs it
@@ -44,11 +45,11 @@ assert verified.same
 # ``swap_back(model)`` undoes it. Another mechanism changes results, and the report says what that is worth untrained.
 swap_back(model)
 print(swap(model, "Local(window=64)"))
-swap_back(model)
 
 # %%
 # How much padding there is decides how much is saved. Here one text of a batch is long, and three get longer from
 # batch to batch.
+swap_back(model)
 report = swap(model)
 shares, gains = [], []
 for length in (8, 64, 130, 220):

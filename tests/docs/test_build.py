@@ -286,3 +286,15 @@ def test_writing_leaves_what_is_fresh_and_removes_what_is_gone(
     assert {*made} == {"Local.md", "Local.svg", "FNet.md", "FNet.svg"}
     build.mechanism_pages()
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == made
+
+
+def test_a_source_is_a_short_link(build: ModuleType) -> None:
+    """First authors and years, each with its own number; whatever has none stays in words."""
+    for name in NAMES:
+        paper = catalogue.default(name).traits.paper
+        numbers, short = re.findall(r"arXiv ([\d.]+\d)", paper), build.source(paper)
+        assert re.findall(r"arxiv\.org/abs/([\d.]+\d)\)", short) == numbers
+        assert all(
+            re.fullmatch(r"[A-Z][\w-]+ \d{4}|Jiang and Zuo", label) for label in re.findall(r"\[([^]]+)\]", short)
+        )
+    assert build.source("a book without a number") == "a book without a number"

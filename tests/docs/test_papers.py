@@ -11,7 +11,7 @@ import pytest
 from tests.docs.conftest import ROOT
 
 PAGES = sorted(path for path in (ROOT / "docs" / "papers").glob("*.md") if path.name != "index.md")
-SHOWN = re.compile(r"^```\{literalinclude\} (\S+)\n:pyobject: (\w+)\n```$", re.M)
+SHOWN = re.compile(r"^```\{literalinclude\} (\S+)\n:pyobject: (\w+)\n:language: python\n```$", re.M)
 
 
 def test_there_are_four_and_the_index_links_them() -> None:
