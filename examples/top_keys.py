@@ -16,12 +16,14 @@ class TopKeys(Attention[Any, Any]):
 
     best: int = 8
     traits = Traits(
-        paper="none", formula="softmax over the best scores of q k^T / sqrt(d), times v", cost="n^2 d", order=2,
-        causal=True, padding=True, cross=True, rotary=True, export=False,
+        paper="none", formula="softmax over the best scores of q k^T / sqrt(d), times v",
+        cost="n^2 d", order=2, causal=True, padding=True, cross=True, rotary=True, export=False,
     )  # fmt: skip
 
     @in_float32
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:  # fmt: skip
         scores = q @ k.mT / q.shape[-1] ** 0.5
         if is_causal:  # query i sees keys up to i + S - L
             later = torch.ones_like(scores, dtype=torch.bool).triu(1 + k.shape[-2] - q.shape[-2])
