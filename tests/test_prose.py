@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def test_no_page_is_left_behind() -> None:
             mean, share = prose.mean_and_long(found)
             assert mean <= PAGE_MEAN, page
             assert share <= PAGE_SHARE, page
+
+
+def test_there_is_no_more_to_read_than_asked() -> None:
+    """Words of the site without the pages of ideas, without what records make, and a changelog of one screen."""
+    written = [page for page in prose.pages() if not {"ideas", "reproductions"} & {*page.parts}]
+    texts = (prose.GENERATED.sub("", page.read_text(encoding="utf-8")) for page in written)
+    assert sum(len(re.findall(r"\S*\w\S*", text)) for text in texts) <= 25_000
+    assert len((prose.ROOT / "CHANGELOG.md").read_bytes()) <= 2_048
 
 
 def test_users_pages_have_their_figures_in_tables() -> None:
