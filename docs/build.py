@@ -31,6 +31,7 @@ from fast_attention.refusals import granting
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, MECHANISMS = ROOT / "docs", ROOT / "docs" / "mechanisms"
 NARROW = "\u00a0"  # a space at which no line of a table breaks
+sys.path.insert(0, str(ROOT))  # experiments/ and tests/ are of the checkout, not of the package
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -418,6 +419,16 @@ def figures(name: str) -> str:
     return text.replace("](../records", "](../../records")
 
 
+def loops(name: str) -> str:
+    """The oracle of a mechanism: its formula in float64 loops over one head, as tests compare it."""
+    from tests.oracles import ORACLES
+
+    oracle = ORACLES[name]
+    file = Path(inspect.getfile(oracle)).resolve().relative_to(ROOT)
+    words = f"`{file}` computes the formula in float64, one head in loops. It imports nothing of the library."
+    return f"{words} Tests compare every setting with it.\n\n```python\n{inspect.getsource(oracle).rstrip()}\n```"
+
+
 def page(name: str) -> str:
     """The page of a mechanism; its picture is drawn apart."""
     mechanism = catalogue.default(name)
@@ -427,12 +438,14 @@ def page(name: str) -> str:
     _, alt, caption = pictures.pattern(name)
     paper = re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", mechanism.traits.paper)
     parts = [f"# {name}", first, "## Idea", held["Idea"], "## Formula", f"```text\n{mechanism.traits.formula}\n```"]
-    parts += [f"Time `{mechanism.traits.cost}` ([letters](../mechanisms.md)). Source: {paper}."]
+    file = Path(inspect.getfile(type(mechanism))).resolve().relative_to(ROOT)
+    parts += [f"Time `{mechanism.traits.cost}` ([letters](../mechanisms.md)). Source: {paper}. File: `{file}`."]
     parts += ["## Pattern", f"![{alt}]({name}.svg)", caption, "## Settings", settings(mechanism)]
     parts += ["## What it cannot do", refusals(mechanism)]
     parts += [each for key in ("Limits", "Known faults elsewhere") if key in held for each in (f"## {key}", held[key])]
     shown = f"```{{eval-rst}}\n.. autoclass:: fast_attention.{name}\n   :no-index:\n   :members:\n```"
-    return "\n\n".join([*parts, "## Measured", figures(name), "## Class", shown]) + "\n"
+    parts += ["## Measured", figures(name), "## In loops", loops(name), "## Class", shown]
+    return "\n\n".join(parts) + "\n"
 
 
 # What the code says: the table of mechanisms, what runs on a GPU, rooms
@@ -530,7 +543,6 @@ def fresh(path: Path) -> str:
 
 def generated() -> dict[Path, str]:
     """Every file in the repository that is made here or holds what is made here, and its text."""
-    sys.path.insert(0, str(ROOT))  # experiments/ is of the checkout, not of the package
     from experiments import pages
 
     def drawn(draw: Callable[[measured.Record], str], record: measured.Record) -> str:

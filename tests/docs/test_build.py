@@ -17,6 +17,7 @@ from fast_attention.lab import verdicts
 from fast_attention.lab.advice import Advised
 from fast_attention.lab.records import EXACT, Cell
 from tests.docs.conftest import ROOT, Change
+from tests.oracles import ORACLES
 
 NAMES = catalogue.names()
 
@@ -235,8 +236,22 @@ def test_every_record_has_a_row_and_a_command(build: ModuleType) -> None:
 def test_a_mechanisms_page_is_complete(name: str, build: ModuleType, pages: dict[Path, str]) -> None:
     page, mechanism = pages[build.MECHANISMS / f"{name}.md"], catalogue.default(name)
     headings = re.findall(r"^## (.+)$", page, re.M)
-    for heading in ("Idea", "Formula", "Pattern", "Settings", "What it cannot do", "Limits", "Measured", "Class"):
+    sections = (
+        "Idea",
+        "Formula",
+        "Pattern",
+        "Settings",
+        "What it cannot do",
+        "Limits",
+        "Measured",
+        "In loops",
+        "Class",
+    )
+    for heading in sections:
         assert headings.count(heading) == 1, heading
+    assert f"def {ORACLES[name].__name__}(" in page
+    (file,) = re.findall(r" File: `(\S+)`\.$", page, re.M)
+    assert f"class {name}(" in (ROOT / file).read_text(encoding="utf-8")
     for field in fields(mechanism):
         default = re.escape(repr(getattr(mechanism, field.name)))
         assert re.search(rf"^\| `{field.name}` \| `{default}` \| .{{10,}} \|$", page, re.M), field.name
