@@ -420,13 +420,23 @@ def figures(name: str) -> str:
 
 
 def loops(name: str) -> str:
-    """The oracle of a mechanism: its formula in float64 loops over one head, as tests compare it."""
+    """The oracle of a mechanism, with the helpers of its file that it calls: float64 loops over one head."""
     from tests.oracles import ORACLES
 
-    oracle = ORACLES[name]
-    file = Path(inspect.getfile(oracle)).resolve().relative_to(ROOT)
+    shown, pending = list[str](), [ORACLES[name]]
+    file = Path(inspect.getfile(ORACLES[name])).resolve().relative_to(ROOT)
+    while pending:
+        function = pending.pop()
+        source = inspect.getsource(function).rstrip()
+        shown = [source, *(each for each in shown if each != source)]
+        called = (getattr(inspect.getmodule(function), each, None) for each in re.findall(r"(\w+)\(", source))
+        pending += [
+            each for each in called
+            if inspect.isfunction(each) and each.__module__ == function.__module__ and each is not function
+        ]  # fmt: skip
+    code = "\n\n\n".join(shown)
     words = f"`{file}` computes the formula in float64, one head in loops. It imports nothing of the library."
-    return f"{words} Tests compare every setting with it.\n\n```python\n{inspect.getsource(oracle).rstrip()}\n```"
+    return f"{words} Tests compare every setting with it.\n\n```python\n{code}\n```"
 
 
 def page(name: str) -> str:

@@ -313,3 +313,13 @@ def test_a_source_is_a_short_link(build: ModuleType) -> None:
             re.fullmatch(r"[A-Z][\w-]+ \d{4}|Jiang and Zuo", label) for label in re.findall(r"\[([^]]+)\]", short)
         )
     assert build.source("a book without a number") == "a book without a number"
+
+
+def test_an_oracle_is_shown_with_what_it_calls(build: ModuleType) -> None:
+    shown = build.loops("AFTSimple")
+    assert 0 < shown.index("def _aft(") < shown.index("def simple(")
+    for name in NAMES:
+        code = build.loops(name).partition("```python\n")[2].removesuffix("```")
+        defined = re.findall(r"^def (\w+)\(", code, re.M)
+        assert len(defined) == len({*defined})
+        assert defined[-1] == ORACLES[name].__name__
