@@ -108,6 +108,20 @@ inline Vec from_bits(Ints i) {
   return v;
 }
 
+typedef uint32_t Words __attribute__((vector_size(W * 4)));
+
+inline Ints from_words(Words x) {
+  Ints i;
+  std::memcpy(&i, &x, sizeof i);
+  return i;
+}
+
+inline Words words(Vec v) {
+  Words x;
+  std::memcpy(&x, &v, sizeof x);
+  return x;
+}
+
 // 2^x for x < 128; 0 from -126 down, and for minus infinity. The relative error is about 1e-7.
 __attribute__((always_inline)) inline Vec exp2(Vec x) {
   const Vec rounding = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
@@ -120,7 +134,7 @@ __attribute__((always_inline)) inline Vec exp2(Vec x) {
   p = p * f + 2.402264791363012e-1f;
   p = p * f + 6.931472028550421e-1f;
   p = p * f + 1.0f;
-  const Vec power = from_bits(bits(p) + (bits(shifted) << 23));  // the shift leaves the whole number alone
+  const Vec power = from_bits(from_words(words(p) + (words(shifted) << 23)));  // the shift leaves the whole number alone
   return x > -126.0f ? power : Vec{};
 }
 
@@ -133,14 +147,6 @@ inline Vec tanh(Vec x) {
   const Vec t = (1.0f - e) / (1.0f + e);
   const Vec small = x - x * x * x * (1.0f / 3.0f);  // where 1 - e would lose digits
   return size < 0.02f ? small : (x < 0.0f ? -t : t);
-}
-
-typedef uint32_t Words __attribute__((vector_size(W * 4)));
-
-inline Ints from_words(Words x) {
-  Ints i;
-  std::memcpy(&i, &x, sizeof i);
-  return i;
 }
 
 // A hash of 32 bits in which every bit of x moves about half of the bits (lowbias32, Wellons 2018).
