@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_attention import catalogue, checks
-from fast_attention.engine import dispatch
-from fast_attention.engine.dispatch import Step
+from fast_attention.engine import trace
+from fast_attention.engine.trace import Step
 from fast_attention.engine.vehicles import VEHICLES
 from fast_attention.expressions import in_words
 from fast_attention.mechanism import Attention, Mechanism, Shape
@@ -94,7 +94,7 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
         name = type(subject).__name__
     else:
         raise TypeError(f"subject is a mechanism, its name, a Bound or another module; got {in_words(subject)}")
-    with dispatch.recorded() as steps, torch.no_grad():
+    with trace.recorded() as steps, torch.no_grad():
         subject(*inputs, **keywords)
     with _Kernels() as kernels, torch.no_grad():
         subject(*inputs, **keywords)

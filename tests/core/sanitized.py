@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fast_attention import LSH, Shape, core
 from fast_attention.core import building
-from fast_attention.engine import dispatch
 from fast_attention.engine import tiles as engine_tiles
+from fast_attention.engine import trace
 from fast_attention.feature_maps.features import EluPlusOne
 from fast_attention.mechanisms.linear import fast_favor, fast_linear
 
@@ -166,9 +166,9 @@ def hashes(heads: int, _: int, length: int, width: int, values: int, dtype: torc
         weights = mechanism.weights(Shape(heads, width, length))
         q, v = (torch.randn(2, heads, length, n).to(dtype).requires_grad_() for n in (width, values))
         for mask in (None, torch.rand(2, length) < 0.7):
-            with dispatch.recorded() as steps:
+            with trace.recorded() as steps:
                 out = mechanism(q, q, v, weights, is_causal=causal, key_mask=mask)
-            assert any(step.path.startswith(dispatch.CORE) for step in steps) or length == 1, steps
+            assert any(step.path.startswith(trace.CORE) for step in steps) or length == 1, steps
             assert out.isfinite().all()
             assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum(), (q, v), allow_unused=True))
 

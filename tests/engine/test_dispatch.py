@@ -1,4 +1,4 @@
-"""One policy says whether a fast path may run: ``engine.dispatch.obstacle``, which every family asks."""
+"""One policy says whether a fast path may run: ``engine.operation.obstacle``, which every family asks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fast_attention
 from fast_attention import catalogue
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation, trace
 from fast_attention.engine.tracing import symbolic
 from tests.cases import bind, qkv
 
@@ -55,7 +55,7 @@ def test_no_family_asks_the_compiler_or_a_device_by_itself() -> None:
         for question in questions(path):
             key = path.relative_to(SOURCE).as_posix(), question
             counts[key] = counts.get(key, 0) + 1
-    assert counts == ASKED, "ask engine.dispatch.obstacle whether a fast path may run, tracing.symbolic about sizes"
+    assert counts == ASKED, "ask engine.operation.obstacle whether a fast path may run, tracing.symbolic about sizes"
 
 
 def tensors(*shapes: tuple[int, ...], **options: Any) -> list[Tensor]:
@@ -67,9 +67,9 @@ SAME = [(2, 3, 5, 4)] * 3
 
 def test_ordinary_tensors_meet_no_obstacle() -> None:
     for even in (False, True):
-        assert dispatch.obstacle(*tensors(*SAME), even=even) == ""
-        assert dispatch.obstacle(*tensors((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 9)), even=even) == ""
-    assert dispatch.obstacle(nn.Parameter(torch.zeros(3)), torch.zeros(3, dtype=torch.float64)) == ""
+        assert operation.obstacle(*tensors(*SAME), even=even) == ""
+        assert operation.obstacle(*tensors((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 9)), even=even) == ""
+    assert operation.obstacle(nn.Parameter(torch.zeros(3)), torch.zeros(3, dtype=torch.float64)) == ""
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,15 @@ def test_ordinary_tensors_meet_no_obstacle() -> None:
     ids=["meta", "no keys", "no sequences", "fake outside of its mode"],
 )
 def test_what_no_fast_path_takes(given: list[Tensor], why: str) -> None:
-    assert dispatch.obstacle(*given) == dispatch.obstacle(*given, even=True) == why
+    assert operation.obstacle(*given) == operation.obstacle(*given, even=True) == why
 
 
 def test_what_only_even_paths_and_only_some_devices_mind() -> None:
     broadcast, mixed = tensors((2, 3, 5, 4), (1, 3, 5, 4)), [torch.zeros(5, 4), torch.zeros(5, 4, dtype=torch.float64)]
-    assert [dispatch.obstacle(*broadcast, even=even) for even in (False, True)] == ["", "leading sizes that differ"]
-    assert [dispatch.obstacle(*mixed, even=even) for even in (False, True)] == ["", "dtypes that differ"]
-    assert dispatch.obstacle(*tensors((5, 4), device="meta"), anywhere=True) == ""
-    assert dispatch.obstacle(*tensors((0, 4), device="meta"), anywhere=True) == "no tokens"
+    assert [operation.obstacle(*broadcast, even=even) for even in (False, True)] == ["", "leading sizes that differ"]
+    assert [operation.obstacle(*mixed, even=even) for even in (False, True)] == ["", "dtypes that differ"]
+    assert operation.obstacle(*tensors((5, 4), device="meta"), anywhere=True) == ""
+    assert operation.obstacle(*tensors((0, 4), device="meta"), anywhere=True) == "no tokens"
 
 
 def ways(ask: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Any]]:
@@ -129,13 +129,13 @@ def test_whatever_traces_is_an_obstacle_and_compilers_alone_have_symbols(way: st
     answers = []
 
     def ask(x: Tensor) -> Tensor:
-        answers.append((dispatch.obstacle(x, even=True), symbolic()))
+        answers.append((operation.obstacle(x, even=True), symbolic()))
         return x.sin()
 
     torch.compiler.reset()
     ways(ask)[way](torch.ones(7, 3))
     assert set(answers) == {("traced", way in ("compile", "export"))}
-    assert dispatch.obstacle(torch.ones(7, 3)) == ""
+    assert operation.obstacle(torch.ones(7, 3)) == ""
     assert not symbolic()
 
 
@@ -144,10 +144,10 @@ def test_one_operation_for_the_compiler_asks_where_it_runs(name: str) -> None:
     """Compiled, its body is still the fast path, on numbers."""
     bound, inputs = bind(catalogue.parse(name), max_len=200), qkv(200)
     compiled = torch.compile(bound, backend="eager", fullgraph=True)
-    with dispatch.recorded() as eager:
+    with trace.recorded() as eager:
         expected = bound(*inputs)
     compiled(*inputs)
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         out = compiled(*inputs)
     assert steps == eager
     torch.testing.assert_close(out, expected)
@@ -163,7 +163,7 @@ def test_other_devices_take_plain_forms_and_say_why(name: str) -> None:
     """Past validation, which answers for tensors that hold nothing."""
     mechanism: Any = catalogue.default(name)
     bound, inputs = bind(mechanism, max_len=600).to("meta"), [x.to("meta") for x in qkv(600)]
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         out = mechanism.attend(*inputs, bound.w, is_causal=False, key_mask=None)
     assert out.shape == inputs[2].shape
     assert [step.why for step in steps] == ["not on a CPU"]
@@ -190,6 +190,6 @@ def test_transformed_calls_say_so(name: str) -> None:
     mechanism: Any = catalogue.default(name)
     bound, is_causal = bind(mechanism, max_len=40), mechanism.traits.causal
     inputs = [x.expand(2, *x.shape) for x in qkv(40)]
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         torch.func.vmap(lambda *x: bound(*x, is_causal=is_causal))(*inputs)
     assert "traced" in [step.why for step in steps]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, library
 
 from fast_attention import Bound, DecayedLinearAttention, attention, explain
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.functional import implementation
 from fast_attention.gpu import configurations, decayed, maps
@@ -82,9 +82,9 @@ def test_the_oracle(gate: str, phi: EluPlusOne | Relu | Identity, normalize: boo
     mechanism = DecayedLinearAttention(phi, gate=gate, normalize=normalize)  # type: ignore[arg-type]
     w = mechanism.weights(Shape(2, 5))
     (q, k, v), mask = tensors(5, 3, 70, batch=2, heads=2)
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         out = mechanism.attend(q, k, v, w, is_causal=is_causal, key_mask=mask)
-    assert any(step.path.startswith(dispatch.KERNEL) for step in steps)
+    assert any(step.path.startswith(trace.KERNEL) for step in steps)
     x, wide = double(q, k, v), type(w)(*(None if each is None else each.double() for each in w))
     one = oracle(mechanism, *(t[1, 0] for t in x), wide, head=0, is_causal=is_causal, key_mask=mask[1, 0])
     assert_near(out[1, 0], one, 1e-6)
@@ -132,12 +132,12 @@ def test_parts_behind_a_state_are_the_whole_and_one_token_is_one_kernel(normaliz
     state, parts, paths = None, [], []
     for rows in (slice(0, 40), slice(40, 41), slice(41, 42), slice(42, 45), slice(45, 90)):
         part = None if key_mask is None else key_mask[..., rows]
-        with dispatch.recorded() as steps, torch.no_grad():
+        with trace.recorded() as steps, torch.no_grad():
             out, state = mechanism.advance(*(x[..., rows, :] for x in (q, k, v)), w, state, key_mask=part)
         parts.append(out)
         paths.append(steps[0].path)
     assert_near(torch.cat(parts, -2), whole.detach().double(), 2e-6)
-    chunks, token = f"{dispatch.KERNEL}: chunks side by side", f"{dispatch.KERNEL}: one token"
+    chunks, token = f"{trace.KERNEL}: chunks side by side", f"{trace.KERNEL}: one token"
     assert paths == [chunks, token, token, "plain operations", chunks]
     assert state is not None
     summary = mechanism.summary(k, v, w, key_mask=key_mask)
@@ -195,7 +195,7 @@ def test_both_sides_of_few_tokens_and_of_sixteen_bits() -> None:
 
 def test_calls_say_what_ran() -> None:
     (q, k, v), _ = tensors(8, 8, 40)
-    assert dispatch.KERNEL in str(explain(DecayedLinearAttention(), q, k, v, is_causal=True))
+    assert trace.KERNEL in str(explain(DecayedLinearAttention(), q, k, v, is_causal=True))
     attention(q, k, v, "DecayedLinearAttention", is_causal=True, impl="triton")
     attention(q, k, v, "DecayedLinearAttention", impl="triton")
     with pytest.raises(NotImplementedError, match="a decay for every channel"), implementation("triton"):

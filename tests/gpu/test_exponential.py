@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, library
 
 from fast_attention import FavorPlus, FavorPlusPlus, LearnedFeatures, attention, explain
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.feature_maps.features import Relu
 from fast_attention.functional import implementation
 from fast_attention.gpu.configurations import EXPONENTIAL, WIDEST_PROJECTED, exponential
@@ -246,9 +246,9 @@ def test_decoding_is_one_kernel_and_the_causal_call(mechanism: Any, masked: bool
     for i in range(20, 24):
         one = slice(i, i + 1)
         part = None if key_mask is None else key_mask[..., one]
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             out, state = mechanism.advance(*(t[..., one, :] for t in (q, k, v)), w, state, key_mask=part)
-        assert [step.path for step in steps] == [f"{dispatch.KERNEL}: one token"]
+        assert [step.path for step in steps] == [f"{trace.KERNEL}: one token"]
         assert_near(out, whole[..., one, :].double(), 2e-6)
 
 
@@ -297,9 +297,9 @@ def test_compiled_as_one_graph() -> None:
 
 def test_calls_say_what_ran_and_refuse_what_cannot() -> None:
     (q, k, v), _ = tensors(8, 4, 40)
-    assert dispatch.KERNEL in str(explain(FavorPlus(num_features=20), q, k, v, is_causal=True))
+    assert trace.KERNEL in str(explain(FavorPlus(num_features=20), q, k, v, is_causal=True))
     with implementation("reference"):
-        assert dispatch.KERNEL not in str(explain(FavorPlus(num_features=20), q, k, v, is_causal=True))
+        assert trace.KERNEL not in str(explain(FavorPlus(num_features=20), q, k, v, is_causal=True))
     wide = [torch.randn(1, 1, 20, n) for n in (WIDEST_PROJECTED + 1, WIDEST_PROJECTED + 1, 4)]
     refused: list[tuple[Any, str]] = [
         ((*wide, FavorPlus(num_features=20)), f"heads of more than {WIDEST_PROJECTED} numbers"),

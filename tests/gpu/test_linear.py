@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor, library
 
 from fast_attention import LinearAttention, attention, explain
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.functional import implementation
@@ -186,9 +186,9 @@ def test_decoding_is_one_kernel_and_the_causal_call(masked: bool) -> None:
     for i in range(20, 24):
         one = slice(i, i + 1)
         part = None if key_mask is None else key_mask[..., one]
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             out, state = mechanism.advance(*(t[..., one, :] for t in (q, k, v)), (), state, key_mask=part)
-        assert [step.path for step in steps] == [f"{dispatch.KERNEL}: one token"]
+        assert [step.path for step in steps] == [f"{trace.KERNEL}: one token"]
         assert_near(out, whole[..., one, :].double(), 2e-6)
 
 
@@ -269,9 +269,9 @@ def test_any_elementwise_map_runs_on_its_features() -> None:
 
 def test_calls_say_what_ran_and_keep_to_what_was_asked() -> None:
     (q, k, v), _ = tensors(8, 4, 40)
-    assert dispatch.KERNEL in str(explain(LinearAttention(), q, k, v, is_causal=True))
+    assert trace.KERNEL in str(explain(LinearAttention(), q, k, v, is_causal=True))
     with implementation("reference"):
-        assert dispatch.KERNEL not in str(explain(LinearAttention(), q, k, v, is_causal=True))
+        assert trace.KERNEL not in str(explain(LinearAttention(), q, k, v, is_causal=True))
     attention(q, k, v, "LinearAttention", impl="triton")
     wide = [torch.randn(1, 1, 20, n) for n in (WIDEST + 1, WIDEST + 1, 4)]
     refused: list[tuple[Callable[..., Any], str]] = [

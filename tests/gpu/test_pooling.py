@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, library
 
 from fast_attention import AFTSimple, attention, explain
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.gpu.pooling import launching, operations, plain
 from tests.gpu.heads import KINDS, assert_near, double, poisoned
 from tests.gpu.heads import tensors as of_widths
@@ -39,9 +39,9 @@ def first_pool(width: int) -> Tensor:
 @pytest.mark.parametrize("keys", [40, 51, 33])
 def test_the_oracle(is_causal: bool, keys: int) -> None:
     (q, k, v), mask = tensors(5, 40, keys, batch=2, heads=2)
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         out = attention(q, k, v, AFTSimple(), is_causal=is_causal, key_mask=mask[:, 0])
-    assert any(step.path.startswith(dispatch.KERNEL) for step in steps)
+    assert any(step.path.startswith(trace.KERNEL) for step in steps)
     x, grad = double(q, k, v), torch.randn_like(out)
     one = oracle(AFTSimple(), *(t[1, 0] for t in x), (), head=0, is_causal=is_causal, key_mask=mask[1, 0])
     assert_near(out[1, 0], one, 1e-6)
@@ -141,14 +141,14 @@ def test_parts_behind_a_pool_are_the_whole() -> None:
     whole = attention(q, k, v, mechanism, is_causal=True, key_mask=mask[:, 0])
     state, parts, paths = None, [], []
     for rows in (slice(0, 20), slice(20, 21), slice(21, 25), slice(25, 50)):
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             out, state = mechanism.advance(
                 *(x[..., rows, :] for x in (q, k, v)), (), state, key_mask=mask[..., rows]
             )  # fmt: skip
         parts.append(out)
         paths.append(steps[0].path)
     assert_near(torch.cat(parts, -2), whole.detach().double(), 1e-6)
-    assert all(path.startswith(dispatch.KERNEL) for path in paths)
+    assert all(path.startswith(trace.KERNEL) for path in paths)
     assert state is not None
     summary = mechanism.summary(k, v, (), key_mask=mask)
     for mine, right in zip(state, summary, strict=True):
@@ -199,5 +199,5 @@ def test_compiled_as_one_graph(is_causal: bool) -> None:
 
 def test_calls_say_what_ran() -> None:
     (q, k, v), _ = tensors(8, 40)
-    assert dispatch.KERNEL in str(explain(AFTSimple(), q, k, v, is_causal=True))
+    assert trace.KERNEL in str(explain(AFTSimple(), q, k, v, is_causal=True))
     attention(q, k, v, "AFTSimple", impl="triton")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fast_attention import LinearAttention, __version__, attention
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.feature_maps.features import EluPlusOne, Relu
 from fast_attention.gpu import operations, self_check
 from fast_attention.gpu.self_check import Case
@@ -121,9 +121,9 @@ def test_wrong_kernels_are_named_once_and_never_run(
         assert verdict() == told  # no second warning
     monkeypatch.setattr(self_check, "obstacle", lambda *given, **named: told)
     q = torch.randn(1, 1, 40, 16)
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         attention(q, q, q, LinearAttention(), is_causal=True)
-    assert not any(step.path.startswith(dispatch.KERNEL) for step in steps)
+    assert not any(step.path.startswith(trace.KERNEL) for step in steps)
     assert any(step.why == told for step in steps)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fast_attention import LinearAttention, core
-from fast_attention.engine import dispatch
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import trace
+from fast_attention.engine.operation import Operation
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, Relu
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_plus_attention, linear_attention
@@ -28,7 +28,7 @@ def leaves(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.detach().clone().requires_grad_(x.is_floating_point()) for x in tensors]
 
 
-def agree(rule: CustomGradient, arguments: list[Any], rtol: float = 4e-5, **settings: Any) -> list[Tensor]:
+def agree(rule: Operation, arguments: list[Any], rtol: float = 4e-5, **settings: Any) -> list[Tensor]:
     """Outputs, states and the gradients of all of them, relative to the largest number; twice the same bits."""
     results: list[list[Tensor]] = []
     for wide in (False, False, True):
@@ -130,7 +130,7 @@ def test_halves_are_sums_in_float32(which: int, dtype: torch.dtype) -> None:
     wide = leaves(*(x.float() for x in halves))
     for is_causal in (False, True):
         probe = torch.randn(2, 3, 300, 24, dtype=dtype)
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             ours = call(*halves, is_causal=is_causal)
         assert steps[0].path.startswith("compiled core")
         theirs = call(*wide, is_causal=is_causal)
@@ -180,7 +180,7 @@ def test_no_number_is_lost_and_none_leaks(which: int) -> None:
 def test_sums_out_of_range_go_by_plain_sums() -> None:
     q, k, v = tokens((300, 300, 24, 24), 1e30)
     for is_causal in (False, True):
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             out = LinearAttention()(q, k, v, is_causal=is_causal)
         assert out.isfinite().all()
         assert steps[-1].path == "plain sums"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import LinearAttention, core
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.feature_maps.features import (
     Custom,
     EluPlusOne,
@@ -166,7 +166,7 @@ def test_the_path_can_be_asked() -> None:
     """Float64 goes by plain sums; float32 by the core, where it is there."""
     for dtype in (torch.float64, torch.float32):
         for is_causal in (False, True):
-            with dispatch.recorded() as steps:
+            with trace.recorded() as steps:
                 LinearAttention()(*(x.to(dtype) for x in qkv(300)), is_causal=is_causal)
             served = dtype == torch.float32 and not core.unavailable()
             assert steps[0].path == ("compiled core, sums over sections" if served else "plain sums")

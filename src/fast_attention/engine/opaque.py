@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, library
 from torch._C import DispatchKey
 
-from fast_attention.engine.dispatch import served
+from fast_attention.engine.operation import served
 from fast_attention.engine.tracing import exporting, symbolic
 
 Function = Callable[..., tuple[Tensor, ...]]

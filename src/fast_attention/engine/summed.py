@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.chunks import RunningSum, chunks
 from fast_attention.engine.scan import accumulate_
 
@@ -95,4 +95,4 @@ def empty(x: Tensor) -> Tensor:
 def record(keys: Tensor, *, is_causal: bool) -> None:
     """Records that a call runs chunk by chunk."""
     path, why = ("prefix sums", "causal") if is_causal else ("sums over all keys", "every query sees the same keys")
-    dispatch.record(f"{path}, chunk by chunk", why, chunk=chunks(keys)[0].stop)
+    trace.record(f"{path}, chunk by chunk", why, chunk=chunks(keys)[0].stop)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from fast_attention import core
-from fast_attention.engine import dispatch, masks
-from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine import masks
+from fast_attention.engine.operation import HALVES_AND_SINGLE, Fast, Operation, Tensors, obstacle
 
 ROWS = 48  # queries of a tile whose keys move on with the query: 92 % of the products are of visible pairs
 MOST_ROWS = 96  # of any tile
@@ -145,8 +145,8 @@ def chosen(
 
 def unsupported(*tensors: Tensor) -> str:
     """Why the core does not serve these tensors; empty where it does."""
-    why = dispatch.obstacle(*tensors) or core.unavailable()
-    if not why and any(x.dtype not in dispatch.HALVES_AND_SINGLE for x in tensors):
+    why = obstacle(*tensors) or core.unavailable()
+    if not why and any(x.dtype not in HALVES_AND_SINGLE for x in tensors):
         why = "numbers of more than 32 bits"
     return why
 
@@ -154,7 +154,7 @@ def unsupported(*tensors: Tensor) -> str:
 Plans = Callable[..., Plan]  # (q, k, *tables, **settings)
 
 
-def operation(reference: Callable[..., Tensor] | None, plans: Plans) -> CustomGradient:
+def operation(reference: Callable[..., Tensor] | None, plans: Plans) -> Operation:
     """Softmax attention of tiles with a gradient.
 
     It is called with ``(q, k, v, key_mask, numbers, vectors, sinks, *tables)`` and the keywords ``scale``, ``first``
@@ -220,7 +220,7 @@ def operation(reference: Callable[..., Tensor] | None, plans: Plans) -> CustomGr
         dk, dv = (dx[..., : x.shape[-1]].reshape(x.shape).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
         return dq, dk, dv, None, *d_terms, d_sinks, *(None for _ in tables)
 
-    return CustomGradient(plain, forward, backward)
+    return Operation(plain, cpu=Fast(forward, backward))
 
 
 def four_axes(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "batch heads length width"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.gpu import flex, self_check
 from fast_attention.gpu.flex import Pattern
 
@@ -23,7 +23,7 @@ def obstacle(
         case = self_check.flex_logs() if logged else self_check.flex_attention()
         why = self_check.obstacle(case, q, v, masked=key_mask is not None)
     if why:
-        dispatch.unserved(q, why)
+        operation.unserved(q, why)
     return why
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.engine.tracing import symbolic
 
 
@@ -41,7 +41,7 @@ def walk(forms: Forms, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
     """Outputs (..., L, Ev) of queries that see all keys, or those before them, aligned to the end."""
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
     (q, k, v), mask = (as_heads(x, lead) for x in (q, k, v)), _mask(key_mask, lead)
-    dispatch.record(f"{dispatch.KERNEL}: chunks side by side", "on a GPU")
+    trace.record(f"{trace.KERNEL}: chunks side by side", "on a GPU")
     if not is_causal:
         assert forms.sums is not None
         assert forms.read is not None
@@ -65,10 +65,10 @@ def further(
     (q, k, v), mask = (as_heads(x, lead) for x in (q, k, v)), _mask(key_mask, lead)
     first = None if state is None else state.float().expand(*lead, -1).reshape(*q.shape[:2], -1)
     if decodes and first is not None:
-        dispatch.record(f"{dispatch.KERNEL}: one token", "on a GPU")
+        trace.record(f"{trace.KERNEL}: one token", "on a GPU")
         out, last = forms.step(q, k, v, mask, first)
     else:
-        dispatch.record(f"{dispatch.KERNEL}: chunks side by side", "on a GPU")
+        trace.record(f"{trace.KERNEL}: chunks side by side", "on a GPU")
         out, last = forms.scan(q, k, v, mask, first)
     return out.reshape(*lead, *out.shape[-2:]), last.reshape(*lead, -1)
 

@@ -16,12 +16,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, operation, trace
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.chunks import chunks_of
-from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.numerics import exp_
 from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.aft import fast, reference, reference_biased
@@ -106,7 +106,7 @@ def _backward(
     return dq, dk, dv, d_bias
 
 
-_RULE = CustomGradient(_plain, _forward, _backward)
+_RULE = Operation(_plain, cpu=Fast(_forward, _backward), cuda=Fast(_forward, _backward))
 
 
 @opaque(like_queries)
@@ -115,13 +115,13 @@ def full(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, any_
 
     ``longest`` as in ``reference_biased.full_causal``.
     """
-    why = dispatch.obstacle(q, k, v, anywhere=True)
+    why = operation.obstacle(q, k, v, anywhere=True)
     if not why and is_causal and not in_range(k, bias, any_masked=any_masked):
         why = "causal, and keys or biases lie too far apart for one log scale"
     if why:
-        dispatch.record("triangles of products by halving" if is_causal else "products of all pairs", why)
+        trace.record("triangles of products by halving" if is_causal else "products of all pairs", why)
         return _plain(q, k, v, bias, is_causal=is_causal, any_masked=any_masked, longest=longest)
-    dispatch.record("products of chunks of queries with all that they see", "every pair has a bias", rows=ROWS)
+    trace.record("products of chunks of queries with all that they see", "every pair has a bias", rows=ROWS)
     return _RULE(q, k, v, bias, is_causal=is_causal, any_masked=any_masked, longest=longest)
 
 

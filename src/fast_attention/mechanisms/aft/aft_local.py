@@ -22,12 +22,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, operation, trace
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.chunks import chunks_of
-from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.heads import short
 from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import symbolic
@@ -40,7 +40,7 @@ NUMBERS = 1 << 19  # sums worked on at a time
 
 
 class Plan(NamedTuple):
-    """Sizes of a call; settings of ``CustomGradient``."""
+    """Sizes of a call; settings of ``Operation``."""
 
     shared: bool  # one group of all heads
     size: int  # queries per block
@@ -232,7 +232,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, plan: Plan) -> Tens
     return q.sigmoid() * reference.mean(sums, v.shape[-1])
 
 
-_RULE = CustomGradient(_plain, _forward, _backward)
+_RULE = Operation(_plain, cpu=Fast(_forward, _backward), cuda=Fast(_forward, _backward))
 
 
 def in_range(k: Tensor, band: Tensor, plan: Plan) -> bool:
@@ -255,18 +255,18 @@ def windowed(
     if short(q, k, v):  # padding to whole blocks, and a block on each side of them, would be most of the work
         size = -(-length // -(-length // size))
     plan = Plan(shared, size, -(-reach // size) * size, is_causal, strict, any_masked)
-    why = dispatch.obstacle(q, k, v, anywhere=True)
+    why = operation.obstacle(q, k, v, anywhere=True)
     if not why and not (shared or band.shape[1] == 1):
         why = "every head has biases of its own for every position: blocks could share them neither way"
     if not why and not in_range(k, band, plan):
         why = "keys or biases lie too far apart for one log scale"
     if why:
-        dispatch.record("triangles of products by halving", why, window=reach + 1)
+        trace.record("triangles of products by halving", why, window=reach + 1)
         return _plain(q, k, v, band, plan=plan)
     near = min(reach, length - 1)
     plan = plan._replace(reach=-(-near // size) * size)
     why = "all heads share each position's biases" if shared else "a head's biases are the same at all positions"
-    dispatch.record("products of blocks of queries with their neighbours", why, block=size, keys=plan.keys)
+    trace.record("products of blocks of queries with their neighbours", why, block=size, keys=plan.keys)
     band = band[..., reach - near : reach + near + 1]
     return _RULE(q, k, v, band.expand(-1, length, -1) if shared else band, plan=plan)
 
@@ -339,7 +339,7 @@ def advanced(
         scores, both = torch.cat([state.scores, scores], -2), torch.cat([state.both, both], -2)
         position = state.position
     if not symbolic() and length == 1:
-        dispatch.record("one token against its window", "decoding token by token", window=window)
+        trace.record("one token against its window", "decoding token by token", window=window)
         sums = one_row(band[..., :window], scores, both, strict=strict)
     else:
         if band.shape[-2] > 1:

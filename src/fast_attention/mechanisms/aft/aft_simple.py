@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, operation, trace
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
@@ -30,7 +30,7 @@ def aft_simple(
     of a running maximum. A query that sees nothing gets zeros.
     """
     if why := gpu.obstacle(q, k, v, key_mask):
-        dispatch.unserved(q, why)
+        operation.unserved(q, why)
         return _attend(q, k, v, key_mask, is_causal=is_causal)
     return gpu.attend(q, k, v, key_mask, is_causal=is_causal)
 
@@ -42,7 +42,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_caus
     k, v = reference.masked_scores(k, key_mask), masks.drop(v, key_mask)
     if is_causal:
         return fast_causal.causal(q, k, v, any_masked=any_masked)
-    dispatch.record("sums over all keys, chunk by chunk", "every query sees the same keys")
+    trace.record("sums over all keys, chunk by chunk", "every query sees the same keys")
     return fast.noncausal(q, k, v, any_masked=any_masked)
 
 
@@ -89,7 +89,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         """Outputs of new tokens, and the pool of all keys up to the last."""
         same_width(self, k, v)
         if why := gpu.obstacle(q, k, v, key_mask):
-            dispatch.unserved(q, why)
+            operation.unserved(q, why)
             return self._advance(q, k, v, w, state, key_mask=key_mask)
         return gpu.advance(q, k, v, key_mask, state)
 
@@ -100,7 +100,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
     ) -> tuple[Tensor, Pool]:
         scores, both = reference.terms(k, v, key_mask)
         if not symbolic() and k.shape[-2] == 1:
-            dispatch.record("one key added to the sums", "decoding token by token")
+            trace.record("one key added to the sums", "decoding token by token")
             row = Pool(scores, both) if state is None else reference.combined(state, Pool(scores, both))
             return q.sigmoid() * reference.mean(row.sums, v.shape[-1]), row
         rows = reference.running(*reference.prepended(state, scores, both))

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.chunks import RunningSum, chunks_of
-from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.numerics import exp_
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.scan import FLOOR
 from fast_attention.mechanisms.aft.reference import gated_mean, gated_running_means
 
@@ -125,12 +125,12 @@ def _backward(
     return dq, dk, dv
 
 
-noncausal = CustomGradient(_plain, _forward, _backward)
+noncausal = Operation(_plain, cpu=Fast(_forward, _backward), cuda=Fast(_forward, _backward))
 
 
 def is_short(k: Tensor) -> bool:
     """Whether the keys (..., S, D) are few, and the first of every channel lies within ``RANGE`` of the largest."""
-    if dispatch.obstacle(k, anywhere=True) or k.shape[-2] > SHORT:
+    if operation.obstacle(k, anywhere=True) or k.shape[-2] > SHORT:
         return False
     return bool((k.detach().amax(-2) - k.detach()[..., 0, :]).amax() <= RANGE)
 
@@ -154,4 +154,6 @@ def _short_backward(
     return dq, dk, weights.mul_(d_numerators)
 
 
-short_causal = CustomGradient(gated_running_means, _short_forward, _short_backward)
+short_causal = Operation(
+    gated_running_means, cpu=Fast(_short_forward, _short_backward), cuda=Fast(_short_forward, _short_backward)
+)

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import trace
 from fast_attention.engine.numerics import exp_
 from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.scan import FLOOR
 from fast_attention.mechanisms.aft import fast, reference
 from fast_attention.mechanisms.aft.reference import Pool
@@ -158,7 +158,7 @@ def _token_by_token_vjp(tokens: list[Tensor], carry: Tensor, scale: Tensor, d_ca
     return *gradients, before.double()
 
 
-_RULE = CustomGradient(_plain, _forward, _backward)
+_RULE = Operation(_plain, cpu=Fast(_forward, _backward), cuda=Fast(_forward, _backward))
 
 
 @opaque(like_queries)
@@ -166,7 +166,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, *, any_masked: bool) -> Tensor:
     """Causal AFT-simple for queries that end where the keys end; zeros before the first key."""
     queries = reference.last_rows(q, k.shape[-2])
     if not any_masked and fast.is_short(k):
-        dispatch.record("one cumulative sum in one log scale", "causal, few tokens, and no key far above the first")
+        trace.record("one cumulative sum in one log scale", "causal, few tokens, and no key far above the first")
         return reference.last_rows(fast.short_causal(queries, k, v), q.shape[-2])
-    dispatch.record("prefix sums over groups of tokens side by side", "causal", group=GROUP)
+    trace.record("prefix sums over groups of tokens side by side", "causal", group=GROUP)
     return reference.last_rows(_RULE(queries, k, v, any_masked=any_masked), q.shape[-2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.gpu import self_check, walking
 from fast_attention.gpu.pooling import operations
 from fast_attention.gpu.walking import Chunks
@@ -17,7 +17,7 @@ WIDEST = 1 << 16  # channels: any number, which a program takes a few of
 
 def obstacle(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
     """Why kernels cannot compute this call; empty where they can."""
-    why = dispatch.gpu_obstacle(q, k, v, widest=WIDEST)
+    why = operation.gpu_obstacle(q, k, v, widest=WIDEST)
     return why or self_check.obstacle(self_check.pools(), q, v, masked=key_mask is not None)
 
 

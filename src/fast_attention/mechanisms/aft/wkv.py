@@ -26,13 +26,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, operation, trace
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.chunks import chunks_of
-from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.decay import sums_before
 from fast_attention.engine.numerics import exp_
 from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
@@ -245,21 +245,21 @@ def _decay_vjp(dk: Tensor, groups: Groups, products: Tensor) -> Tensor:
     return visible + groups.later.flatten(-2)[..., None, :] @ dk.flatten(-3, -2)
 
 
-_RULE = CustomGradient(_plain, _forward, _backward)
+_RULE = Operation(_plain, cpu=Fast(_forward, _backward))
 
 
 @opaque(like_queries)
 def causal(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, key_mask: Tensor | None) -> Tensor:
     """``sigmoid(q)`` times what tokens read of those up to them; ``decay`` and ``bonus`` (heads, 1, D)."""
-    if why := dispatch.obstacle(q, k, v):
-        dispatch.record("a log scale for every token", why)
+    if why := operation.obstacle(q, k, v):
+        trace.record("a log scale for every token", why)
         return _plain(q, k, v, decay, bonus, key_mask)
     keys = reference.masked_scores(k, key_mask)
     scale, least = fast.log_scale(keys.detach()), keys.amin(-2) if key_mask is None else fast.smallest(keys)
     if bool((scale[..., 0, :] - least > fast.RANGE).any()) or bool((bonus.abs() > LARGEST).any()):
-        dispatch.record("a log scale for every token", "a key lies far below another, or a bonus is large")
+        trace.record("a log scale for every token", "a key lies far below another, or a bonus is large")
         return _plain(q, k, v, decay, bonus, key_mask)
-    dispatch.record("prefix sums over groups of tokens side by side", "causal", group=GROUP)
+    trace.record("prefix sums over groups of tokens side by side", "causal", group=GROUP)
     return _RULE(q, keys, masks.drop(v, key_mask), decay, bonus, key_mask, scale)
 
 
@@ -345,7 +345,7 @@ class WKV(Attention[ChannelDecays, WKVState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: ChannelDecays, state: WKVState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, WKVState]:
         if state is not None and not symbolic() and k.shape[-2] == 1:
-            dispatch.record("one key added to the sums", "decoding token by token")
+            trace.record("one key added to the sums", "decoding token by token")
             mean, state = one(k, v, *w.of_heads(), state, key_mask)
         else:
             mean, state = streamed(k, v, *w.of_heads(), state, key_mask)

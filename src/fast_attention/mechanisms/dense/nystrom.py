@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.numerics import no_less
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
@@ -43,7 +43,7 @@ def _through_landmarks(
 ) -> Tensor:
     if not symbolic() and q.shape[-2] <= num_landmarks:
         return softmax_attention(q, k, v, key_mask=key_mask)
-    dispatch.record("torch's fused kernel on landmarks", "as many at any length", landmarks=num_landmarks)
+    trace.record("torch's fused kernel on landmarks", "as many at any length", landmarks=num_landmarks)
     (queries, keys), count = segment_means(q, k, number=num_landmarks, key_mask=key_mask)
     visible = None if count is None else count > 0
     scores = queries @ keys.mT * q.shape[-1] ** -0.5

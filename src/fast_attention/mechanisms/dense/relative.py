@@ -17,11 +17,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks, offsets, tiles
-from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine import masks, offsets, operation, tiles, trace
 from fast_attention.engine.fused import biased_attention, flash_backward, flash_forward, takes_flash
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation, Tensors
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tiles import shares, sink_gradient
 
@@ -49,7 +49,7 @@ def relative_attention(
     terms = offsets.between(positions, 1 - keys, length + keys - 1, q)
     if attn_mask is None and dropout == 0.0:
         return _relative(q, k, v, key_mask, *terms, sinks, is_causal=is_causal, scale=factor)
-    dispatch.record("all scores at once", "positions or sinks add to them, under an attn_mask or with dropout")
+    trace.record("all scores at once", "positions or sinks add to them, under an attn_mask or with dropout")
     masked = {"attn_mask": attn_mask, "dropout": dropout}
     return _plain(q, k, v, key_mask, *terms, sinks, is_causal=is_causal, scale=factor, **masked)
 
@@ -151,13 +151,13 @@ def _relative(
 ) -> Tensor:  # fmt: skip
     first = 1 - q.shape[-2]
     if not (why := tiles.unsupported(q, k, v)):
-        dispatch.record(f"{dispatch.CORE}: softmax in tiles", "positions or sinks add to the scores")
+        trace.record(f"{trace.CORE}: softmax in tiles", "positions or sinks add to the scores")
         return _compiled(q, k, v, key_mask, numbers, vectors, sinks, is_causal=is_causal, scale=scale, first=first)
     alone = numbers is not None and vectors is None and not numbers.requires_grad  # the kernel gives a mask no gradient
-    if alone and not dispatch.obstacle(q, k) and not obstacle(q, k, v, is_causal=is_causal, scale=scale):
-        dispatch.record("the flash kernel", "what positions add is a view of a number for each offset")
+    if alone and not operation.obstacle(q, k) and not obstacle(q, k, v, is_causal=is_causal, scale=scale):
+        trace.record("the flash kernel", "what positions add is a view of a number for each offset")
         return _flash(q, k, v, key_mask, numbers, sinks, is_causal=is_causal, scale=scale)
-    dispatch.record("all scores at once", why)
+    trace.record("all scores at once", why)
     return _plain(q, k, v, key_mask, numbers, vectors, sinks, is_causal=is_causal, scale=scale)
 
 
@@ -214,4 +214,4 @@ def _flash_backward(
     return dq, dk, dv, None, None, d_sinks
 
 
-_flash = in_float32(CustomGradient(_plain_numbers, _flash_forward, _flash_backward))
+_flash = Operation(_plain_numbers, cpu=Fast(_flash_forward, _flash_backward), compute=torch.float32)

@@ -16,11 +16,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks, numerics
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import masks, numerics, operation, trace
 from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import MaskedAttention, Traits
@@ -52,14 +52,14 @@ def attend(
     how: How,
 ) -> Float[Tensor, "*batch length values"]:
     """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``; a row without a positive score gives zeros."""
-    why = dispatch.obstacle(q, k, v, even=True, anywhere=True)
+    why = operation.obstacle(q, k, v, even=True, anywhere=True)
     if not why and (q.shape[-2] == 1 or short(q, k)):
         why = "one query" if q.shape[-2] == 1 else "many short sequences"
     path = whole if why else _RULE
     if why:
-        dispatch.record("all scores at once", why)
+        trace.record("all scores at once", why)
     else:
-        dispatch.record("tiles of scores, added up", "relu needs no maximum over the row", queries=QUERIES, keys=KEYS)
+        trace.record("tiles of scores, added up", "relu needs no maximum over the row", queries=QUERIES, keys=KEYS)
     if traced():  # nobody may look whether the outputs are finite
         return masked(q, k, v, key_mask, how=how)
     out = path(q, k, v, key_mask, how=how)
@@ -164,7 +164,7 @@ def _backward(
     return *d_inputs, None
 
 
-_RULE = CustomGradient(whole, _forward, _backward)
+_RULE = Operation(whole, cpu=Fast(_forward, _backward), cuda=Fast(_forward, _backward))
 
 
 def _heads(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -243,7 +243,7 @@ def relu_attention(
         number = NORMS.index(norm)
         return _attend(q, k, v, key_mask, is_causal=is_causal, norm=number, power=power, scale=factor, eps=float(eps))
     how = How(is_causal, norm, power, factor, eps)
-    dispatch.record("all scores at once", "a mask of any form, or dropout")
+    trace.record("all scores at once", "a mask of any form, or dropout")
     return masked(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
 
 

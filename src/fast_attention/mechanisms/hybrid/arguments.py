@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine.custom_gradient import Tensors
+from fast_attention.engine.operation import Tensors
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens

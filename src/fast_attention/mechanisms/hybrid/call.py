@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fast_attention.engine.custom_gradient import Tensors
+from fast_attention.engine.operation import Tensors
 from fast_attention.engine.tiles import sink_gradient
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.arguments import Arguments, Maps

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.blocks import slices
-from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.decay import state_sums
+from fast_attention.engine.operation import Fast, Operation, Tensors
 from fast_attention.engine.scan import FLOOR, cummax
 from fast_attention.engine.tracing import symbolic, traced
 from fast_attention.feature_maps.feature_map import Features
@@ -66,7 +66,7 @@ def sums_outside(blocks: FarSums, earlier: FarSums, plan: Plan, *, begin: int = 
     log_scale = LogScales.of(blocks.log_scale, earlier.log_scale, plan).outside
     if not symbolic() and plan.few:
         return FarSums(_weighed(blocks, earlier, log_scale, plan, begin), log_scale)
-    path = _plain if dispatch.obstacle(blocks.sums) else _CARRIED
+    path = _plain if operation.obstacle(blocks.sums) else _CARRIED
     return FarSums(path(*blocks, *earlier, plan=plan), log_scale)
 
 
@@ -193,4 +193,4 @@ def _backward(inputs: Tensors, outputs: Tensors, kept: Tensors, grad_out: tuple[
     return d_sums, None, d_first[0].unsqueeze(-3), None
 
 
-_CARRIED = CustomGradient(_plain, _forward, _backward)
+_CARRIED = Operation(_plain, cpu=Fast(_forward, _backward))

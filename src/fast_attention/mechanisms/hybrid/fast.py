@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fast_attention.engine import dispatch, offsets
-from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine import offsets, operation
 from fast_attention.engine.offsets import Positions
+from fast_attention.engine.operation import Fast, Operation, Tensors
 from fast_attention.engine.scan import FLOOR
 from fast_attention.mechanisms.hybrid import far, key_sums, near, reference
 from fast_attention.mechanisms.hybrid.arguments import Maps
@@ -57,7 +57,7 @@ def near_far_attention(
     trained = numbers is not None and torch.is_grad_enabled() and numbers.requires_grad
     tensors = (q, k, v, visible, *sinks, sums.unsqueeze(-3), log_scale.unsqueeze(-1), numbers, learned_sinks, *leaves)
     in_a_users_map = any(x.requires_grad for features in probes for x in features if x is not None)
-    if dispatch.obstacle(q, k, v) or in_a_users_map or trained:  # the fused kernel gives a bias no gradient
+    if operation.obstacle(q, k, v) or in_a_users_map or trained:  # the fused kernel gives a bias no gradient
         return reference.near_far(*tensors, maps=maps, plan=plan)
     if plan.is_causal and q.shape[-2] == 1 and plan.start <= plan.behind:  # every key is near
         if numbers is not None:  # of the offsets of these keys
@@ -168,4 +168,4 @@ def _add_gradients(
     return above
 
 
-_TILES = CustomGradient(reference.near_far, _forward, _backward)
+_TILES = Operation(reference.near_far, cpu=Fast(_forward, _backward))

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from fast_attention.biases import sinks as learned_sinks
 from fast_attention.biases.bias import Bias, TransformerXL
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.engine.blocks import count, join, split, split_mask, split_row
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.offsets import Positions
@@ -69,7 +69,7 @@ def attend(
     The exponentials of ``learned_sinks`` (H,) add to normalisers.
     """
     size, (phi_q, phi_k) = near.block_size, far.per_token(w)
-    dispatch.record("chosen blocks exact, the others as sums of features", f"{near!r} leaves blocks out")
+    trace.record("chosen blocks exact, the others as sums of features", f"{near!r} leaves blocks out")
     table = of_blocks(q, k, key_mask, size=size, topk=near.topk)
     sinks, others = SinkTokens.of(k, v, append(None, k, v, key_mask).visible, first=first, last=last)
     sinks = SinkTokens(sinks.k[..., None, :, :], sinks.v[..., None, :, :], sinks.position[..., None, :])
@@ -303,14 +303,14 @@ class Hybrid(NearFar[HybridState]):
         """``attend`` without FlexAttention."""
         sizes, (far_w, _, learned) = (q.shape[-2], k.shape[-2]), self.parts(w, q)
         if not symbolic() and self.bias is None and self.near.covers(*sizes, is_causal=is_causal):
-            dispatch.record("exact attention", f"{self.near!r} covers everything")
+            trace.record("exact attention", f"{self.near!r} covers everything")
             return softmax_attention(
                 q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.near.scale, sinks=learned
             )
         if isinstance(self.near, Selected):
             q, ends = self.scaled(q), {"first": self.first, "last": self.last}
             return attend(q, k, v, far_w, learned, self.near, self.far, **ends, key_mask=key_mask)
-        dispatch.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out")
+        trace.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out")
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
         return self._reads(q, KVCache(k, v, others), sinks, w, start=k.shape[-2] - q.shape[-2], is_causal=is_causal)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import core
-from fast_attention.engine import dispatch
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import operation, trace
 from fast_attention.engine.heads import short
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.precision import widen
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
@@ -33,9 +33,9 @@ class OutOfRangeError(ArithmeticError):
 
 def obstacle(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> str:
     """Why the core cannot take a call; empty where it can. ``others``: weights and states, in float32."""
-    if why := dispatch.obstacle(q, k, v, even=True):
+    if why := operation.obstacle(q, k, v, even=True):
         return why
-    if q.dtype not in dispatch.HALVES_AND_SINGLE or any(x is not None and x.dtype != torch.float32 for x in others):
+    if q.dtype not in operation.HALVES_AND_SINGLE or any(x is not None and x.dtype != torch.float32 for x in others):
         return "more than 32 bits"
     return core.unavailable()
 
@@ -45,7 +45,7 @@ def few(q: Tensor, k: Tensor, v: Tensor) -> str:
     return "many short sequences, whose pairs are less than a state of each" if short(q, k, v) else ""
 
 
-def rule(plain: Callable[..., Any]) -> CustomGradient:
+def rule(plain: Callable[..., Any]) -> Operation:
     """The core's passes beside a plain form, ``(*arguments, map, eps, is_causal, advances) -> outputs``.
 
     ``map`` is a feature map inside, or None for exponentials. With ``advances`` a call is behind a state and has the
@@ -56,10 +56,10 @@ def rule(plain: Callable[..., Any]) -> CustomGradient:
         out = plain(*widen((q, *others)), **settings)
         return (out[0].to(q.dtype), *out[1:]) if isinstance(out, tuple) else out.to(q.dtype)
 
-    return CustomGradient(wide, _forward, _backward)
+    return Operation(wide, cpu=Fast(_forward, _backward))
 
 
-def attend(rule: CustomGradient, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, **settings: Any) -> Tensor:
+def attend(rule: Operation, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, **settings: Any) -> Tensor:
     """Outputs of a call without states; causal queries are the last of the sequence, and those before it see nothing.
 
     Raises:
@@ -67,18 +67,18 @@ def attend(rule: CustomGradient, q: Tensor, k: Tensor, v: Tensor, *others: Tenso
     """
     extra = q.shape[-2] - k.shape[-2] if settings["is_causal"] else 0
     why = "causal" if settings["is_causal"] else "every query sees every key"
-    dispatch.record("compiled core, sums over sections", why, section=SECTION)
+    trace.record("compiled core, sums over sections", why, section=SECTION)
     out = rule(q[..., max(extra, 0) :, :], k, v, *others, None, None, None, advances=False, **settings)
     return F.pad(out, (0, 0, extra, 0)) if extra > 0 else out
 
 
-def advance(rule: CustomGradient, *arguments: Tensor | None, **settings: Any) -> tuple[Tensor, ...]:
+def advance(rule: Operation, *arguments: Tensor | None, **settings: Any) -> tuple[Tensor, ...]:
     """Causal outputs of new tokens, and the state after them: kv (..., C, Ev), k (..., C) and log scales (..., C).
 
     Raises:
         OutOfRangeError: Not all outputs are finite.
     """
-    dispatch.record("compiled core, sums over sections", "behind a state", section=SECTION)
+    trace.record("compiled core, sums over sections", "behind a state", section=SECTION)
     return rule(*arguments, is_causal=True, advances=True, **settings)
 
 

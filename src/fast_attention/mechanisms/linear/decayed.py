@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.heads import by_head
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import traced
@@ -101,7 +101,7 @@ def _attend(
     settings: Any = {"phi": phi, "normalize": normalize, "eps": eps}
     why = decayed_gpu.obstacle(q, k, v, phi, key_mask, normalize=normalize, is_causal=is_causal)
     if why := why or decayed_gpu.uneven(log_decay, k):
-        dispatch.unserved(q, why)
+        operation.unserved(q, why)
         log_decay = columns(log_decay, k)
         return in_float32(decayed_sums.attend)(q, k, v, log_decay, key_mask, is_causal=is_causal, **settings)
     return decayed_gpu.attend(q, k, v, log_decay, key_mask, is_causal=is_causal, **settings)
@@ -211,7 +211,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         why = why or decayed_gpu.uneven(log_decay, k) or gpu.few(q, k, v, state, log_decay) or gpu.scaled(state)
         if not why:
             return decayed_gpu.advance(q, k, v, log_decay, key_mask, state, **self._settings)
-        dispatch.unserved(q, why)
+        operation.unserved(q, why)
         log_decay = columns(log_decay, k)
         return in_float32(decayed_sums.streamed)(q, k, v, log_decay, key_mask, state, **self._settings)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.gpu import decayed, plain, self_check, walking
@@ -28,7 +28,7 @@ def obstacle(
 ) -> str:
     """Why kernels cannot compute this call; empty where they can."""
     ones = normalize and not is_causal
-    if why := dispatch.gpu_obstacle(q, k, v, widest=WIDEST - ones):
+    if why := operation.gpu_obstacle(q, k, v, widest=WIDEST - ones):
         return why
     if not isinstance(phi, Elementwise):
         return "a feature map that is not elementwise"

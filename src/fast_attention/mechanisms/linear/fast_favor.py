@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation, trace
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.feature_maps.feature_map import Map
@@ -25,7 +25,7 @@ def attend(
     """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
     settings: Any = {"is_causal": is_causal, "key_mask": key_mask}
     if why := favor_gpu.obstacle(phi, q, k, v, heads, masked=key_mask is not None):
-        dispatch.unserved(q, why)
+        operation.unserved(q, why)
         if is_causal and phi.exponential:
             return _positive_causal(q, k, v, key_mask, *heads, hyperbolic=phi.pairs)
         return _attend(phi, q, k, v, heads, **settings)
@@ -74,7 +74,7 @@ def _against(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Head
     """Why the core would not do; empty where it does."""
     if phi.exponential:
         return compiled.obstacle(q, k, v, *widen(heads), *state)
-    return dispatch.obstacle(q, k, v) or "features of either sign"
+    return operation.obstacle(q, k, v) or "features of either sign"
 
 
 def _shaped(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, heads: Heads) -> list[Any]:
@@ -95,7 +95,7 @@ def advance(
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Causal outputs of new tokens behind ``state``, and the state after them."""
     if why := favor_gpu.obstacle(phi, q, k, v, heads, masked=key_mask is not None) or gpu.few(q, k, v, state, *heads):
-        dispatch.unserved(q, why)
+        operation.unserved(q, why)
         return _advance(phi, q, k, v, heads, state, key_mask)
     return favor_gpu.advance(phi, q, k, v, heads, state, key_mask)
 
@@ -114,7 +114,7 @@ def _advance(
             why = "outputs that are not finite"
         else:
             return out, LinearState(*after)
-    dispatch.record("plain sums", why)
+    trace.record("plain sums", why)
     return _plain_advance(phi, q, k, v, heads, state, key_mask)
 
 

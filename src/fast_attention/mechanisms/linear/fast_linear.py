@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Features
@@ -50,7 +50,7 @@ def _attend(
             return compiled.attend(RULE, q, k, v, key_mask, None, None, None, map=phi, **settings)
         except OutOfRangeError:
             why = OVERFLOW
-    dispatch.record("plain sums", why)
+    trace.record("plain sums", why)
     return _plain_sums(q, k, v, key_mask, phi=phi, **settings)
 
 
@@ -81,7 +81,7 @@ def _mapped(
             return compiled.attend(RULE, *features, None, None, None, map=Identity(), **settings)
         except OutOfRangeError:
             why = OVERFLOW
-    dispatch.record("plain sums", why)
+    trace.record("plain sums", why)
     return in_range.attend(queries, keys, v, **settings)
 
 
@@ -120,7 +120,7 @@ def _taken(
             why = OVERFLOW
         else:
             return out, LinearState(kv, z, log_scale[..., :1])
-    dispatch.record("plain sums", why, chunk=reference.CHUNK)
+    trace.record("plain sums", why, chunk=reference.CHUNK)
     return None
 
 
@@ -130,7 +130,7 @@ def _mapped_advance(
 ) -> tuple[Tensor, LinearState]:
     keys, queries = reference.masked_keys(phi.features, k, key_mask), phi.features(q)
     if in_range.has_scale(keys):
-        dispatch.record("plain sums", "every key has a scale of its own", chunk=reference.CHUNK)
+        trace.record("plain sums", "every key has a scale of its own", chunk=reference.CHUNK)
     else:
         assert isinstance(queries, Features)
         assert isinstance(keys, Features)

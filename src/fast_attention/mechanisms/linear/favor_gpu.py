@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.numerics import bounded
 from fast_attention.gpu import self_check, walking
 from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED, exponential
@@ -19,7 +19,7 @@ def obstacle(
     phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, masked: bool
 ) -> str:  # fmt: skip
     """Why kernels cannot compute attention from these features; empty where they can."""
-    why = dispatch.gpu_obstacle(q, k, widest=WIDEST_PROJECTED) or dispatch.gpu_obstacle(q, v, widest=WIDEST)
+    why = operation.gpu_obstacle(q, k, widest=WIDEST_PROJECTED) or operation.gpu_obstacle(q, v, widest=WIDEST)
     if why or not phi.exponential:
         return why or "features of either sign"
     if heads.bias is not None and heads.bias.requires_grad:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation, trace
 from fast_attention.engine.chunked import Step, scan
 from fast_attention.feature_maps.feature_map import Features, Logs, Map
 from fast_attention.mechanisms.linear import in_range, linear_state, reference
@@ -36,11 +36,11 @@ def feature_attention(
     """
     why = against(maps, weights, q, k, v)
     if why:
-        dispatch.record("features, then two products", because or why)
+        trace.record("features, then two products", because or why)
         queries, keys = maps(*weights)
         keys = reference.masked_keys(keys, k, key_mask)
         return in_range.attend(queries(q), keys, v, is_causal=is_causal, eps=eps)
-    dispatch.record(
+    trace.record(
         "features chunk by chunk, with a running state",
         because or "autograd follows any map through one chunk at a time",
     )
@@ -51,7 +51,7 @@ def against(
     maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, numbers: int = SEVERAL * NUMBERS
 ) -> str:
     """Why chunks would not do; empty where they do, from as many features of all tokens on as ``numbers``."""
-    if why := dispatch.obstacle(q, k, v, even=True):
+    if why := operation.obstacle(q, k, v, even=True):
         return why
     if min(q.shape[-2], k.shape[-2]) < SEVERAL * LEAST:
         return f"fewer than {SEVERAL * LEAST} tokens"

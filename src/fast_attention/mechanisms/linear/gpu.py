@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Features
 from fast_attention.gpu import maps, operations, self_check, walking
@@ -18,7 +18,7 @@ FEW = 16  # new tokens up to which plain operations take a state on
 
 def obstacle(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, key_mask: Tensor | None) -> str:
     """Why kernels cannot compute linear attention with this map; empty where they can."""
-    if why := dispatch.gpu_obstacle(q, k, v, widest=WIDEST):
+    if why := operation.gpu_obstacle(q, k, v, widest=WIDEST):
         return why
     if not isinstance(phi, Elementwise):
         return "a feature map that is not elementwise"

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.advancing import in_chunks
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
@@ -39,7 +39,7 @@ def linear_attention(
     """
     settings: Any = {"phi": feature_map, "eps": eps, "is_causal": is_causal}
     if why := gpu.obstacle(q, k, v, feature_map, key_mask):
-        dispatch.unserved(q, why)
+        operation.unserved(q, why)
         return fast_linear.attend(q, k, v, key_mask, **settings)
     return gpu.attend(q, k, v, key_mask, **settings)
 
@@ -114,7 +114,7 @@ class LinearAttention(Kernelised[tuple[()]]):
         why = gpu.obstacle(q, k, v, self._map, key_mask) or gpu.few(q, k, v, state) or gpu.scaled(state)
         if not why:
             return gpu.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)
-        dispatch.unserved(q, why)
+        operation.unserved(q, why)
         walk = self._advance if isinstance(self._map, Elementwise) else self._in_chunks
         return walk(q, k, v, w, state, key_mask=key_mask)
 

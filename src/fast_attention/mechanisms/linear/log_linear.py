@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.blocks import pad_length
 from fast_attention.engine.heads import by_head
 from fast_attention.engine.precision import in_float32
@@ -201,7 +201,7 @@ class LogLinearAttention(Attention[LevelWeights, FenwickState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: LevelWeights, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """``attend`` of the features."""
-        dispatch.record("pairs in blocks, sums of blocks level by level", "causal", block=BLOCK)
+        trace.record("pairs in blocks, sums of blocks level by level", "causal", block=BLOCK)
         keys = masks.drop(self.feature_map(k), key_mask)
         return attend(self.feature_map(q), keys, v, w.of(q))
 

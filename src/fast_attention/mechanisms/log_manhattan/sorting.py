@@ -21,10 +21,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation, trace
 from fast_attention.engine.blocks import join, split
-from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.decay import decayed_sums, spread
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.mechanisms.log_manhattan import reference
 
@@ -113,9 +113,9 @@ def pair_sums(
 def _over_all(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
     why = _against(l, x, sums)
     if not why:
-        dispatch.record("one sort of each channel, sums along it, scattered back", "closed form in sorted order")
+        trace.record("one sort of each channel, sums along it, scattered back", "closed form in sorted order")
         return (_ABSOLUTE if sums is absolute else _LAPLACIAN)(l, x)
-    dispatch.record("sorted and sorted back", why)
+    trace.record("sorted and sorted back", why)
     return _plain(l, x, sums)
 
 
@@ -210,7 +210,7 @@ def _scatter(out: Tensor, order: Tensor, y: Tensor) -> None:
 
 def _against(l: Tensor, x: Tensor, sums: Sums) -> str:
     """Why there is no closed form; empty where there is one."""
-    why = dispatch.obstacle(l, x, even=True)
+    why = operation.obstacle(l, x, even=True)
     if why or sums is absolute or in_range(l):
         return why
     return "log keys so far apart that sums need a running log scale"
@@ -223,9 +223,9 @@ def _plain(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
     return sums(l.gather(-2, order), x.gather(-2, there)).gather(-2, back)
 
 
-def _rule(sums: Sums, kind: Kind) -> CustomGradient:
+def _rule(sums: Sums, kind: Kind) -> Operation:
     forward, backward = partial(sorted_forward, kind=kind), partial(sorted_backward, kind=kind)
-    return CustomGradient(partial(_plain, sums=sums), forward, backward)
+    return Operation(partial(_plain, sums=sums), cpu=Fast(forward, backward))
 
 
 _ABSOLUTE, _LAPLACIAN = _rule(absolute, "absolute"), _rule(laplacian, "laplacian")

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fast_attention import core
-from fast_attention.engine import dispatch
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import operation, trace
 from fast_attention.engine.opaque import opaque
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.mechanisms.lsh.reference import SHORTEST, Codes, Rules, Tokens, hashed_softmax
 from fast_attention.mechanisms.lsh.reference import buckets as reference_buckets
 
@@ -17,7 +17,7 @@ MOST = 2**31 - 1  # tokens of a sequence, buckets of a round and codes are 32-bi
 
 def obstacle(q: Tensor, v: Tensor, number: int) -> str:
     """Why the core does not compute this call; empty where it does."""
-    if why := dispatch.obstacle(q, v, even=True):
+    if why := operation.obstacle(q, v, even=True):
         return why
     if q.dtype == torch.float64:
         return "float64"
@@ -49,10 +49,10 @@ def hashed_attention(
     """
     rules = Rules(number, size, ranked, across, is_causal, distinct, scale)
     if why := obstacle(q, v, number):
-        dispatch.record("banded products over sorted tokens", why, chunk=size)
+        trace.record("banded products over sorted tokens", why, chunk=size)
         return hashed_softmax(q, v, bucket, rules=rules)
     why = "tokens of one bucket stay in cache"
-    dispatch.record(f"{dispatch.CORE}: chunks of hashed tokens", why, chunk=size, rounds=bucket.shape[-2])
+    trace.record(f"{trace.CORE}: chunks of hashed tokens", why, chunk=size, rounds=bucket.shape[-2])
     return _HASHED(q, v, bucket, rules=rules)
 
 
@@ -92,4 +92,4 @@ def _four_axes(x: Tensor) -> Tensor:
     return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
 
 
-_HASHED = CustomGradient(hashed_softmax, forward, backward)
+_HASHED = Operation(hashed_softmax, cpu=Fast(forward, backward))

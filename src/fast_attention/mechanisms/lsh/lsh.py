@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.numerics import bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import replaced
@@ -210,7 +210,7 @@ def _advance(
         return out, remember(keys, v, bucket, number=number, size=m.bucket_size)
     outs, owned = [], False  # a state is a value: the caller's stays as it is
     rows = (x.split(1, -2) for x in (m.scale * q, keys, v))
-    dispatch.record("token by token", "two chunks of each bucket and a log of the latest tokens are read", log=LOG)
+    trace.record("token by token", "two chunks of each bucket and a log of the latest tokens are read", log=LOG)
     for q1, k1, v1, bucket1, visible1 in zip(*rows, bucket.split(1, -1), visible.split(1, -1), strict=True):
         out, memory = step(q1, k1, v1, bucket1, visible1, memory, distinct=m.correct_duplicates)
         outs.append(out)

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import operation, trace
+from fast_attention.engine.operation import Fast, Operation
 
 BLOCK = 256  # rows: the triangle on the diagonal is multiplied whole
 
@@ -22,8 +22,8 @@ def affine(
     together: bool = False,
 ) -> Float[Tensor, "*batch rows width"]:
     """``W x + b`` along the tokens, in one pass over the result; ``together``: one call for all sequences."""
-    dispatch.record("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
-    if together or dispatch.obstacle(x):
+    trace.record("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
+    if together or operation.obstacle(x):
         return _affine_plain(W, x, b)
     return _AFFINE(W, x, b)  # one product for each sequence: no gradient of W per sequence, to be summed
 
@@ -60,12 +60,12 @@ def lower(
     W: Float[Tensor, "length length"], x: Float[Tensor, "*batch length width"]
 ) -> Float[Tensor, "*batch length width"]:
     """``tril(W) x``: token i is mixed out of tokens up to i."""
-    why = dispatch.obstacle(x)
+    why = operation.obstacle(x)
     if why or W.shape[0] <= 2 * BLOCK:
-        dispatch.record("the whole triangle in one product", why or "short")
+        trace.record("the whole triangle in one product", why or "short")
         return _lower_plain(W, x)
     why = "a row of blocks ends at the diagonal: half the work"
-    dispatch.record("the triangle in blocks of rows", why, block=BLOCK)
+    trace.record("the triangle in blocks of rows", why, block=BLOCK)
     return _LOWER(W, x)
 
 
@@ -115,5 +115,5 @@ def _blocks(W: Tensor) -> list[tuple[int, int]]:
     return [(i, min(i + BLOCK, len(W))) for i in range(0, len(W), BLOCK)]
 
 
-_LOWER = CustomGradient(_lower_plain, _lower_forward, _lower_backward)
-_AFFINE = CustomGradient(_affine_plain, _affine_forward, _affine_backward)
+_LOWER = Operation(_lower_plain, cpu=Fast(_lower_forward, _lower_backward))
+_AFFINE = Operation(_affine_plain, cpu=Fast(_affine_forward, _affine_backward))

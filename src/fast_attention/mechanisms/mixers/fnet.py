@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import operation, trace
 from fast_attention.engine.opaque import opaque
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Traits
 from fast_attention.value import one_of
@@ -35,11 +35,11 @@ def fourier_mix(
 
 @opaque(lambda x, *, ortho: torch.empty_like(x, memory_format=torch.contiguous_format))
 def _mixed(x: Tensor, *, ortho: bool) -> Tensor:
-    if not dispatch.obstacle(x) and _short(x):
-        dispatch.record("FFT over channels and tokens", "short: fewer steps save more than half of the spectrum")
+    if not operation.obstacle(x) and _short(x):
+        trace.record("FFT over channels and tokens", "short: fewer steps save more than half of the spectrum")
     else:
         half = x.shape[-1] // 2 + 1
-        dispatch.record("rfft over channels, FFT over tokens", "half of the spectrum mirrors the other", columns=half)
+        trace.record("rfft over channels, FFT over tokens", "half of the spectrum mirrors the other", columns=half)
     return _MIX(x, norm="ortho" if ortho else "backward")
 
 
@@ -57,7 +57,7 @@ def _plain(x: Tensor, *, norm: str) -> Tensor:
 def _forward(x: Tensor, *, norm: str, keep: bool) -> tuple[Tensor, tuple[()]]:
     """Transform channels and tokens; on a CPU sequence by sequence, as it transposes and flips whole matrices fast."""
     length, width = x.shape[-2:]
-    if dispatch.obstacle(x):
+    if operation.obstacle(x):
         return _plain(x, norm=norm), ()
     if _short(x):
         return torch.fft.fft(torch.fft.fft(x, dim=-1, norm=norm), dim=-2, norm=norm).real, ()
@@ -76,7 +76,7 @@ def _backward(inputs: Any, outputs: Any, kept: Any, gradients: tuple[Tensor, ...
     return (_forward(gradients[0], norm=norm, keep=False)[0],)
 
 
-_MIX = CustomGradient(_plain, _forward, _backward)
+_MIX = Operation(_plain, cpu=Fast(_forward, _backward), cuda=Fast(_forward, _backward))
 
 
 @dataclass(frozen=True, repr=False)

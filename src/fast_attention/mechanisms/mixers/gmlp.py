@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.heads import short
 from fast_attention.engine.numerics import bounded
@@ -94,7 +94,7 @@ def tiny_attention(
     mask: Tensor | None,
 ) -> Float[Tensor, "*batch length a"]:  # fmt: skip
     """``softmax(q k^T / sqrt(a)) v``: one head of width a, from the block's input."""
-    dispatch.record("a small head with all its scores at once", "added to the gate, under a mask", width=q.shape[-1])
+    trace.record("a small head with all its scores at once", "added to the gate, under a mask", width=q.shape[-1])
     q, k = bounded(q), bounded(k)
     return masks.masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, mask) @ v
 

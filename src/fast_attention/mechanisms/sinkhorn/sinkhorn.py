@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks, tiles
+from fast_attention.engine import masks, tiles, trace
 from fast_attention.engine.blocks import join, split
 from fast_attention.engine.fused import fused_attention, open_attention
 from fast_attention.engine.heads import short
@@ -114,7 +114,7 @@ def own_and_sorted(
     if not symbolic() and not any_masked and lead == 0 and (is_causal or length % q.shape[-2] == 0):
         return sorted_softmax(q, S, k, v, first=first, is_causal=is_causal)
     why = "masked or padded positions are sorted too"
-    dispatch.record("products over own and sorted block", why, block=k.shape[-2])
+    trace.record("products over own and sorted block", why, block=k.shape[-2])
     return masked_softmax(q, S, k, v, visible, first=first, is_causal=is_causal, lead=lead)
 
 
@@ -136,10 +136,8 @@ def sorted_softmax(
     why = tiles.unsupported(q, k, v)
     if not why and short(k.flatten(-3, -2)):
         why = "many short sequences"
-    path = (
-        "products over own and sorted block" if why else f"{dispatch.CORE}: softmax in tiles over own and sorted block"
-    )
-    dispatch.record(path, why or "no sorted position is masked or padded", block=size)
+    path = "products over own and sorted block" if why else f"{trace.CORE}: softmax in tiles over own and sorted block"
+    trace.record(path, why or "no sorted position is masked or padded", block=size)
     settings: Any = {"size": size, "start": first * size, "is_causal": is_causal, "scale": q.shape[-1] ** -0.5}
     rows = q.flatten(-3, -2)
     out = beside(rows, keys, values, **settings) if why else _compiled(rows, keys, values, *[None] * 4, **settings)
@@ -216,13 +214,13 @@ def sortcut_attention(
     best = sort_blocks(S, keys, values, visible)
     if not symbolic() and key_mask is None and k.shape[-2] % block_size == 0:
         why = "no sorted position is masked or padded"
-        dispatch.record("fused softmax over the kept blocks", why, block=block_size, budget=budget)
+        trace.record("fused softmax over the kept blocks", why, block=block_size, budget=budget)
         kept, content = (
             x.flatten(-3, -2)[..., : min(budget, keys.shape[-3]) * block_size, :] for x in (best.k, best.v)
         )
         return fused_attention(q, kept, content)
     why = "masked or padded positions are sorted too"
-    dispatch.record("products over the kept blocks", why, block=block_size, budget=budget)
+    trace.record("products over the kept blocks", why, block=block_size, budget=budget)
     scores = q @ best.k.flatten(-3, -2).mT * q.shape[-1] ** -0.5 + best.log_fraction.flatten(-2)[..., None, :]
     weights = masks.masked_softmax(scores, best.visible.flatten(-2)[..., None, :])
     return weights @ best.v.flatten(-3, -2)

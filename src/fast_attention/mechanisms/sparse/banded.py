@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch, offsets, tiles
+from fast_attention.engine import offsets, tiles, trace
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.mechanisms.sparse import reference
@@ -55,7 +55,7 @@ def banded_softmax(
     settings = {**band, "scale": factor, "first": low + keys - length}
     if attn_mask is None and dropout == 0.0:
         return _banded(q, k, v, key_mask, *terms, sinks, **settings)
-    dispatch.record("softmax in blocks", "dropout" if attn_mask is None else "a mask of the caller's")
+    trace.record("softmax in blocks", "dropout" if attn_mask is None else "a mask of the caller's")
     return reference.banded_softmax(
         q, k, v, key_mask, *terms, sinks, attn_mask=attn_mask, dropout=dropout, **settings
     )  # fmt: skip
@@ -69,9 +69,9 @@ def _banded(
     settings: Any = {"left": left, "right": right, "size": size, "is_causal": is_causal, "block": block}
     settings |= {"scale": scale, "first": first}
     if why := tiles.unsupported(q, k, v):
-        dispatch.record("softmax in blocks", why)
+        trace.record("softmax in blocks", why)
         return reference.banded_softmax(q, k, v, key_mask, numbers, vectors, sinks, **settings)
-    dispatch.record(f"{dispatch.CORE}: softmax in tiles", "only keys near a block of queries are seen")
+    trace.record(f"{trace.CORE}: softmax in tiles", "only keys near a block of queries are seen")
     return _compiled(q, k, v, key_mask, numbers, vectors, sinks, **settings)
 
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fast_attention.engine import dispatch, tiles
+from fast_attention.engine import tiles, trace
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.gpu import flex, patterns
@@ -56,10 +56,10 @@ def _gathered(
     settings: Any = {"size": size, "is_causal": is_causal, "start": start, "stop": stop, "scale": scale, "first": first}
     sizes = {"rows": size, "choices": table.shape[-1]}
     if why := tiles.unsupported(q, k, v):
-        dispatch.record("softmax in blocks", why, **sizes)
+        trace.record("softmax in blocks", why, **sizes)
         return reference.gathered_softmax(*tensors, **settings)
     why = "every block of queries reads a few blocks of keys"
-    dispatch.record(f"{dispatch.CORE}: softmax in tiles", why, **sizes)
+    trace.record(f"{trace.CORE}: softmax in tiles", why, **sizes)
     return _compiled(*tensors, **settings)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import core
-from fast_attention.engine import dispatch, tiles
+from fast_attention.engine import operation, tiles, trace
 from fast_attention.engine.fused import biased_attention, fused_attention, open_attention
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
@@ -50,9 +50,9 @@ def grid_softmax(
             return softmax_attention(q, k, v, key_mask=key_mask, scale=scale, sinks=sinks)
         down, across = down.within(height), across.within(width)
         few = length <= DENSE * (down.span * (across.span + leading))
-        plain = few and sinks is None and q.dtype.itemsize >= 4 and not dispatch.obstacle(q)
+        plain = few and sinks is None and q.dtype.itemsize >= 4 and not operation.obstacle(q)
         if plain and core.unavailable():
-            dispatch.record("exact attention with the window as mask", "tiles would leave out few of so few keys")
+            trace.record("exact attention with the window as mask", "tiles would leave out few of so few keys")
             window = visible(length, width, down, across, leading, q.device)
             return softmax_attention(q, k, v, key_mask=key_mask, attn_mask=window, scale=scale)
     return _in_grid(
@@ -73,9 +73,9 @@ def _in_grid(
     across = Axis(column_window, column_dilation, column_shift, column_tile)
     settings: dict[str, Any] = {"width": width, "leading": leading, "down": down, "across": across, "scale": scale}
     if why := tiles.unsupported(q, k, v):
-        dispatch.record("softmax in blocks", why, rows=down.size, columns=across.size)
+        trace.record("softmax in blocks", why, rows=down.size, columns=across.size)
         return plain_softmax(q, k, v, key_mask, sinks, **settings)
-    dispatch.record(f"{dispatch.CORE}: softmax in tiles", "only keys near some queries of a row are seen")
+    trace.record(f"{trace.CORE}: softmax in tiles", "only keys near some queries of a row are seen")
     order = _order(q.shape[-2], width, leading, down, across)
     if order is None:
         return _compiled(q, k, v, key_mask, None, None, sinks, **settings)

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fast_attention.biases.sinks import Sunk
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.blocks import count, split, split_mask
 from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
@@ -61,7 +61,7 @@ def pooled(
 
 def _sums(blocks: Float[Tensor, "*batch blocks size width"]) -> Float[Tensor, "*batch blocks width"]:
     """``blocks.sum(-2, dtype=torch.float64)``, which would make a copy of all in float64 on a CPU, head by head."""
-    if dispatch.obstacle(blocks) or blocks.dtype == torch.float64 or blocks.dim() < 4 or short(blocks.flatten(-3, -2)):
+    if operation.obstacle(blocks) or blocks.dtype == torch.float64 or blocks.dim() < 4 or short(blocks.flatten(-3, -2)):
         return blocks.sum(-2, dtype=torch.float64)
     heads = blocks.flatten(0, -4)
     copy = heads.new_empty(heads.shape[1:], dtype=torch.float64)
