@@ -27,24 +27,33 @@ SEVERAL = 4  # chunks from which on the memory that is saved pays for making fea
 
 def feature_attention(
     maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None,
-    eps: float = 0.0, because: str = "",
+    eps: float = 0.0, because: str | None = "",
 ) -> Tensor:  # fmt: skip
     """Attention with weights ``phi_q(q_i) . phi_k(k_j)`` for any two maps made of ``weights``, by the path that suits.
 
     Outputs (..., L, Ev) over the keys that each query may see; causal ones aligned to the bottom right. ``because``:
-    why no faster form serves.
+    why no faster form serves, or None where that was recorded.
     """
     why = against(maps, weights, q, k, v)
+    if because is not None:
+        trace.record(*_named(why, because))
     if why:
-        trace.record("features, then two products", because or why)
         queries, keys = maps(*weights)
         keys = reference.masked_keys(keys, k, key_mask)
         return in_range.attend(queries(q), keys, v, is_causal=is_causal, eps=eps)
-    trace.record(
-        "features chunk by chunk, with a running state",
-        because or "autograd follows any map through one chunk at a time",
-    )
     return _attend(maps, weights, q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
+
+
+def path(maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What ``feature_attention`` does with these, as ``explain`` has it."""
+    return _named(against(maps, weights, q, k, v), "")[0]
+
+
+def _named(why: str, because: str) -> tuple[str, str]:
+    if why:
+        return "features, then two products", because or why
+    why = "autograd follows any map through one chunk at a time"
+    return "features chunk by chunk, with a running state", because or why
 
 
 def against(

@@ -200,7 +200,9 @@ class RandomKernelised(Kernelised[W]):
     ) -> Tensor | None:  # fmt: skip
         """Causal, by kernels: every sequence begins a chunk, and sums with it."""
         phi, heads = self.features_of(w)
-        if not is_causal or favor_gpu.obstacle(phi, q, k, v, heads, masked=True):
+        if not is_causal or not phi.exponential:
+            return None
+        if favor_gpu.serves(q, k, v, torch.empty(0), *heads, hyperbolic=phi.pairs):
             return None
         return favor_gpu.packed(phi, q, k, v, heads, lengths, key_mask)
 

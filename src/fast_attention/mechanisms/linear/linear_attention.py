@@ -10,12 +10,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import operation
 from fast_attention.engine.advancing import in_chunks
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.linear import decayed_gpu, fast_linear, gpu
+from fast_attention.mechanisms.linear import compiled, decayed_gpu, fast_linear
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.value import at_least
@@ -37,11 +36,10 @@ def linear_attention(
     authors' code. A map whose scale is kept apart (``Exp``) needs no ``eps`` and gets none. A query that sees nothing
     gets zeros.
     """
-    settings: Any = {"phi": feature_map, "eps": eps, "is_causal": is_causal}
-    if why := gpu.obstacle(q, k, v, feature_map, key_mask):
-        operation.unserved(q, why)
-        return fast_linear.attend(q, k, v, key_mask, **settings)
-    return gpu.attend(q, k, v, key_mask, **settings)
+    settings: Any = {"eps": float(eps), "is_causal": is_causal}
+    if type(feature_map) in compiled.NUMBERS:
+        return fast_linear.sums(q, k, v, key_mask, **compiled.code(feature_map), **settings)
+    return fast_linear.mapped(q, k, v, key_mask, phi=feature_map, **settings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,10 +109,6 @@ class LinearAttention(Kernelised[tuple[()]]):
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
-        why = gpu.obstacle(q, k, v, self._map, key_mask) or gpu.few(q, k, v, state) or gpu.scaled(state)
-        if not why:
-            return gpu.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)
-        operation.unserved(q, why)
         walk = self._advance if isinstance(self._map, Elementwise) else self._in_chunks
         return walk(q, k, v, w, state, key_mask=key_mask)
 
