@@ -141,7 +141,7 @@ class Operation:
             against = _against(self.cuda, tensors, settings) if gpu else "not on a GPU"
             if not against:
                 return self.cuda, ""
-            if self.path:
+            if self.cuda.like is None:
                 trace.record("plain operations", against)
         if self.cpu is None or not served(first):
             return None, why

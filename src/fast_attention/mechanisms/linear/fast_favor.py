@@ -88,7 +88,7 @@ def _rows(rows: Tensor | None, hyperbolic: bool) -> Tensor | None:
     return torch.cat([rows.float(), -rows.float()], -2) if hyperbolic else rows.float()
 
 
-def _given(tensors: Any, hyperbolic: bool) -> compiled.Arguments:
+def _given(tensors: Any, hyperbolic: bool) -> Any:
     q, k, v, key_mask, rows, bias, key_rows, *state = tensors
     rows, own = _rows(rows, hyperbolic), _rows(key_rows, hyperbolic)
     return q, k, v, key_mask, rows, rows if own is None else own, None if bias is None else bias.float(), *state
@@ -115,7 +115,7 @@ def backward(
             None if x is None else x[..., : rows.shape[-2], :] - x[..., rows.shape[-2] :, :] for x in (d_rows, d_own)
         )
     pairs = ((d_rows, rows), (d_bias, bias), (d_own, key_rows))
-    return dq, dk, dv, None, *(None if d is None else d.to(x.dtype) for d, x in pairs), *d_state
+    return dq, dk, dv, None, *(None if d is None or x is None else d.to(x.dtype) for d, x in pairs), *d_state
 
 
 exponentials = Operation(

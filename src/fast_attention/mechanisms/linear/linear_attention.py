@@ -99,11 +99,11 @@ class LinearAttention(Kernelised[tuple[()]]):
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By kernels of sums that decay: to nothing where a sequence begins."""
-        settings: Any = {"phi": self._map, "normalize": True, "is_causal": is_causal}
-        if decayed_gpu.obstacle(q, k, v, key_mask=key_mask, **settings):
-            return None
+        settings: Any = {"phi": self._map, "normalize": True, "eps": self.eps, "is_causal": is_causal}
         logs = decayed_gpu.begun(q.new_zeros(q.shape[:-1], dtype=torch.float32), lengths)
-        return decayed_gpu.attend(q, k, v, logs, key_mask, eps=self.eps, **settings)
+        if decayed_gpu.serves(q, k, v, logs, key_mask, **settings):
+            return None
+        return decayed_gpu.attend(q, k, v, logs, key_mask, **settings)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
