@@ -53,7 +53,7 @@ class Fast:
         even: How many of the first tensors must have one dtype and equal leading sizes (all but the last two).
         halves: Whether it takes 16-bit tokens as they are, in an operation that widens them.
         always: Whether it runs where the reference was asked for too, as a kernel of torch's own.
-        path: What ``explain`` calls it; nothing is recorded without a name.
+        path: What ``explain`` calls it, or a function of the call; nothing is recorded without a name.
         why: Why it is the one to run, or a function of the call that says it.
         sizes: The sizes that are recorded with it, or a function of the call.
         like: For kernels of a GPU: as ``forward``, but what it returns is uninitialised. A compiler asks for sizes.
@@ -66,7 +66,7 @@ class Fast:
     even: int = 0
     halves: bool = False
     always: bool = False
-    path: str = ""
+    path: str | Callable[..., str] = ""
     why: str | Callable[..., str] = ""
     sizes: Callable[..., dict[str, int]] | None = None
     like: Callable[..., Any] | None = None

@@ -19,7 +19,7 @@ from fast_attention.engine.blocks import join, split
 from fast_attention.engine.fused import fused_attention, open_attention
 from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting, symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
@@ -81,7 +81,20 @@ def _plan(q: Tensor, k: Tensor, *, size: int, start: int, is_causal: bool) -> ti
     return _tiles_beside(q.shape[-2], k.shape[-2], size, start, is_causal)
 
 
-_compiled = tiles.operation(beside, _plan)
+def _short(q: Tensor, k: Tensor, *others: Any, **settings: Any) -> str:
+    own = k[..., : k.shape[-2] - q.shape[-2], :]  # behind them are the sorted ones
+    return "many short sequences" if short(own) else ""
+
+
+_beside = tiles.operation(
+    beside,
+    _plan,
+    path="products over own and sorted block",
+    name="softmax in tiles over own and sorted block",
+    why="no sorted position is masked or padded",
+    sizes=lambda *tensors, size, **settings: {"block": size},
+    serves=_short,
+)
 
 
 def masked_softmax(
@@ -102,8 +115,7 @@ def masked_softmax(
     return masks.masked_softmax(scores, mask) @ torch.cat([best.v, v[..., first:, :, :]], -2)
 
 
-@opaque(like_queries)
-def own_and_sorted(
+def own_and_sorted_softmax(
     q: Tensor, S: Tensor, k: Tensor, v: Tensor, visible: Tensor, *,
     first: int, is_causal: bool, any_masked: bool, length: int, lead: int,
 ) -> Tensor:  # fmt: skip
@@ -116,6 +128,9 @@ def own_and_sorted(
     why = "masked or padded positions are sorted too"
     trace.record("products over own and sorted block", why, block=k.shape[-2])
     return masked_softmax(q, S, k, v, visible, first=first, is_causal=is_causal, lead=lead)
+
+
+own_and_sorted = Operation(own_and_sorted_softmax, empty=like_queries)
 
 
 def sorted_softmax(
@@ -133,14 +148,8 @@ def sorted_softmax(
         torch.cat([x.flatten(-3, -2), (S @ x.flatten(-2)).unflatten(-1, x.shape[-2:]).flatten(-3, -2)], -2)
         for x in (k, v)
     )
-    why = tiles.unsupported(q, k, v)
-    if not why and short(k.flatten(-3, -2)):
-        why = "many short sequences"
-    path = "products over own and sorted block" if why else f"{trace.CORE}: softmax in tiles over own and sorted block"
-    trace.record(path, why or "no sorted position is masked or padded", block=size)
     settings: Any = {"size": size, "start": first * size, "is_causal": is_causal, "scale": q.shape[-1] ** -0.5}
-    rows = q.flatten(-3, -2)
-    out = beside(rows, keys, values, **settings) if why else _compiled(rows, keys, values, *[None] * 4, **settings)
+    out = _beside(q.flatten(-3, -2), keys, values, *[None] * 4, **settings)
     return out.unflatten(-2, q.shape[-3:-1])
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fast_attention.engine import offsets, tiles, trace
 from fast_attention.engine.offsets import Positions
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, like_queries
+from fast_attention.gpu import flex, patterns
 from fast_attention.mechanisms.sparse import reference
 
 
@@ -61,20 +62,6 @@ def banded_softmax(
     )  # fmt: skip
 
 
-@opaque(like_queries)
-def _banded(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, *, left: int, right: int, size: int, is_causal: bool, block: int, scale: float, first: int,
-) -> Tensor:  # fmt: skip
-    settings: Any = {"left": left, "right": right, "size": size, "is_causal": is_causal, "block": block}
-    settings |= {"scale": scale, "first": first}
-    if why := tiles.unsupported(q, k, v):
-        trace.record("softmax in blocks", why)
-        return reference.banded_softmax(q, k, v, key_mask, numbers, vectors, sinks, **settings)
-    trace.record(f"{trace.CORE}: softmax in tiles", "only keys near a block of queries are seen")
-    return _compiled(q, k, v, key_mask, numbers, vectors, sinks, **settings)
-
-
 def _plan(q: Tensor, k: Tensor, *, left: int, right: int, size: int, is_causal: bool, block: int) -> tiles.Plan:
     length, keys = q.shape[-2], k.shape[-2]
     if size == 0:
@@ -82,4 +69,29 @@ def _plan(q: Tensor, k: Tensor, *, left: int, right: int, size: int, is_causal: 
     return tiles.blocks(length, keys, size, left, right, is_causal)
 
 
-_compiled = tiles.operation(reference.banded_softmax, _plan)
+def _serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: Tensor | None, **settings: Any) -> str:
+    """Why FlexAttention does not compute a call."""
+    if any(x is not None for x in added):
+        return "positions or sinks add to the scores"
+    return patterns.against(q, k, v, key_mask)
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: None, left: int, right: int, size: int,
+    is_causal: bool, block: int, scale: float, first: int,
+) -> Tensor:  # fmt: skip
+    if size == 0:
+        near = patterns.window(q, k, left=left, right=right)
+    else:
+        near = patterns.blocks(q, k, size, before=left, after=right, is_causal=is_causal)
+    return flex.attend(q, k, v, near, key_mask, scale=scale)
+
+
+_banded = tiles.operation(
+    reference.banded_softmax,
+    _plan,
+    path="softmax in blocks",
+    why="only keys near a block of queries are seen",
+    cuda=Fast(_flex, None, serves=_serves),
+    empty=like_queries,
+)

@@ -22,7 +22,7 @@ from fast_attention.engine.heads import viewed
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.tracing import symbolic
-from fast_attention.gpu import flex, patterns
+from fast_attention.gpu import patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.banded import banded_softmax
@@ -145,8 +145,6 @@ def local_attention(
             bias=bias, sinks=sinks,
         )  # fmt: skip
     left, right = smaller(left, keys - 1), 0 if is_causal else smaller(right, length - 1)
-    if bias is None and sinks is None and not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
-        return flex.attend(q, k, v, patterns.window(q, k, left=left, right=right), key_mask, scale=scale)
     return banded_softmax(
         q, k, v, key_mask, attn_mask, left=left, right=right, block=block or 0, dropout=dropout, scale=scale, bias=bias,
         sinks=sinks,

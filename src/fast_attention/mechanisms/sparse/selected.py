@@ -23,7 +23,7 @@ from fast_attention.engine import operation
 from fast_attention.engine.blocks import count, split, split_mask
 from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
-from fast_attention.engine.opaque import opaque
+from fast_attention.engine.operation import Operation
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
@@ -75,8 +75,7 @@ def _table(q: Tensor, k: Tensor, key_mask: Tensor | None, *, size: int, topk: in
     return q.new_empty(*q.shape[:-2], count(q.shape[-2], size), topk, dtype=torch.int64)
 
 
-@opaque(_table)
-def of_blocks(
+def blocks_of_blocks(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch length width"],
     key_mask: Bool[Tensor, "*#batch2 length"] | None,
@@ -97,12 +96,14 @@ def of_blocks(
     return _best(scores.masked_fill(block[:, None] == block, float("inf")), topk)
 
 
+of_blocks = Operation(blocks_of_blocks, empty=_table)
+
+
 def _choices(q: Tensor, means: Tensor, alive: Tensor, *, size: int, start: int, number: int) -> Tensor:
     return q.new_empty(*q.shape[:-1], number, dtype=torch.int64)
 
 
-@opaque(_choices)
-def of_tokens(
+def blocks_of_tokens(
     q: Float[Tensor, "*batch length width"],
     means: Float[Tensor, "*batch blocks width"],
     alive: Bool[Tensor, "*#batch2 blocks"],
@@ -125,6 +126,9 @@ def of_tokens(
         some = {"size": size, "start": start + first, "number": number}
         parts.append(_of_some(queries, means[..., :past, :], alive[..., :past], **some))
     return torch.cat(parts, -2)
+
+
+of_tokens = Operation(blocks_of_tokens, empty=_choices)
 
 
 def _of_some(q: Tensor, means: Tensor, alive: Tensor, *, size: int, start: int, number: int) -> Tensor:
