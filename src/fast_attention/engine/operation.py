@@ -34,7 +34,8 @@ class Unserved(ArithmeticError):
     """A forward pass saw in its numbers that the reference must run; the message is the reason."""
 
 
-def _always(*tensors: Any, **settings: Any) -> str:
+def always(*tensors: Any, **settings: Any) -> str:
+    """Why an implementation does not serve: that is, never."""
     return ""
 
 
@@ -62,7 +63,7 @@ class Fast:
 
     forward: Callable[..., Any]
     backward: Callable[..., Tensors] | None
-    serves: Callable[..., str] = _always
+    serves: Callable[..., str] = always
     even: int = 0
     halves: bool = False
     always: bool = False
@@ -95,7 +96,8 @@ class Operation:
     ) -> None:  # fmt: skip
         self.reference = in_float32(reference) if compute else reference
         self.cpu, self.cuda, self.compute, self.path, self.sizes = cpu, cuda, compute, path, sizes
-        self._widened, self._node = in_float32(self.__call__), None
+        self._widened = in_float32(self.__call__)
+        self._node: Any = None
         if empty is not None:
             self._node = Recorded(self, empty, _name(reference))
         elif cuda is not None and cuda.like is not None:
@@ -152,11 +154,9 @@ class Operation:
         """The outputs within a compiler's code: a node, kernels for a GPU, or the reference."""
         first, fast = tensors[0], self.cuda
         if not exporting():
-            if fast is not None and on_gpu(first) and not fast.serves(*tensors, **settings):
-                if fast.like is not None and self._node is not None:
-                    return self._node(tensors, settings)
-                if fast.backward is None:
-                    return fast.forward(*tensors, **settings)
+            kernels = fast is not None and (fast.backward is None or fast.like is not None)
+            if fast is not None and kernels and on_gpu(first) and not fast.serves(*tensors, **settings):
+                return fast.forward(*tensors, **settings) if fast.like is None else self._node(tensors, settings)
             if isinstance(self._node, Recorded) and served(first):
                 return self._node(tensors, settings)
         return self.reference(*tensors, **settings)

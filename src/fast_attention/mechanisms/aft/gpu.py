@@ -15,7 +15,7 @@ TOKENS = 64  # of a chunk of packed sequences
 WIDEST = 1 << 16  # channels: any number, which a program takes a few of
 
 
-def obstacle(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
+def serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
     """Why kernels cannot compute this call; empty where they can."""
     why = operation.gpu_obstacle(q, k, v, widest=WIDEST)
     return why or self_check.obstacle(self_check.pools(), q, v, masked=key_mask is not None)

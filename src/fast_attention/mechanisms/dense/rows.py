@@ -58,7 +58,12 @@ def attend(
 
 def against(v: Tensor, length: int, at_least: int = PAYING) -> str:
     """Why blocks would not do; empty where they do, from ``at_least`` scores of one head on."""
-    return operation.obstacle(v) or ("" if length * v.shape[-2] >= at_least else "few scores")
+    return operation.obstacle(v) or few(v, length, at_least)
+
+
+def few(v: Tensor, length: int, at_least: int = PAYING) -> str:
+    """``against`` for ordinary tensors of a CPU."""
+    return "" if length * v.shape[-2] >= at_least else "few scores"
 
 
 def _four(x: Tensor, batch: tuple[int, ...]) -> Tensor:

@@ -23,7 +23,6 @@ from fast_attention.engine.blocks import narrow
 from fast_attention.engine.fused import flash_backward, flash_forward, takes_flash
 from fast_attention.engine.heads import by_head
 from fast_attention.engine.kv_cache import KVCache, append
-from fast_attention.engine.opaque import opaque
 from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
@@ -64,13 +63,26 @@ def _like_scores(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_c
     return v.new_empty(*v.shape[:-2], Scores(*parts).length(), v.shape[-1])
 
 
-@opaque(_like_scores)
-def _in_blocks(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
-    scores, keys = Scores(*parts), v.shape[-2]
-    if why := rows.against(v, scores.length()):
-        trace.record("all scores at once", why, keys=keys)
-        return synthesizer_attention(v, scores.whole(keys), is_causal=is_causal, key_mask=key_mask)
-    return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
+def all_scores(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
+    """``synthesizer_attention`` for scores in summands."""
+    return synthesizer_attention(v, Scores(*parts).whole(v.shape[-2]), is_causal=is_causal, key_mask=key_mask)
+
+
+def _by_rows(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
+    return rows.attend(v, Scores(*parts), is_causal=is_causal, key_mask=key_mask)
+
+
+def _few(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> str:
+    return rows.few(v, Scores(*parts).length())
+
+
+_in_blocks = Operation(
+    all_scores,
+    cpu=Fast(_by_rows, None, serves=_few),
+    empty=_like_scores,
+    path="all scores at once",
+    sizes=lambda v, *others, **settings: {"keys": v.shape[-2]},
+)
 
 
 class Layer(NamedTuple):

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import advancing, masks, operation, summed, trace
+from fast_attention.engine import advancing, masks, summed, trace
 from fast_attention.engine.chunks import sum_to_width, visible_counts, vjp
-from fast_attention.engine.operation import Fast, Operation
+from fast_attention.engine.operation import Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
@@ -69,14 +69,15 @@ def log_attention(
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, settings: LogSettings, *, fixed: bool) -> Tensor:
     """``reference.log_sums``; ``fixed`` scores hold nothing to learn, so that the backward pass may map again."""
-    why = operation.obstacle(q, k, v, even=True) if fixed else "a map with something to learn"
-    if not why and settings.is_causal and q.shape[-2] != k.shape[-2]:
-        why = "causal, and not as many queries as keys"
-    if why:
-        trace.record("whole tensors at a time", why)
-        return log_sums(q, k, v, key_mask, settings=settings)
-    summed.record(v, is_causal=settings.is_causal)
-    return _RULE(q, k, v, key_mask, settings=settings)
+    if fixed:
+        return _SUMS(q, k, v, key_mask, settings=settings)
+    trace.record("whole tensors at a time", "a map with something to learn")
+    return log_sums(q, k, v, key_mask, settings=settings)
+
+
+def _uneven(q: Tensor, k: Tensor, *others: Any, settings: LogSettings) -> str:
+    uneven = settings.is_causal and q.shape[-2] != k.shape[-2]
+    return "causal, and not as many queries as keys" if uneven else ""
 
 
 class _Log:
@@ -152,7 +153,9 @@ def _backward(
     return *d_inputs, None
 
 
-_RULE = Operation(log_sums, cpu=Fast(_forward, _backward))
+_SUMS = Operation(
+    log_sums, cpu=summed.fast(_forward, _backward, values=2, serves=_uneven, even=3), path="whole tensors at a time"
+)
 
 
 @dataclass(frozen=True, repr=False)

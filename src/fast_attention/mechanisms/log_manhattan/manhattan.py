@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import advancing, masks, operation, summed, trace
+from fast_attention.engine import advancing, masks, summed, trace
 from fast_attention.engine.chunks import RunningSum, first_visible, sum_to_width, visible_counts, vjp
-from fast_attention.engine.operation import Fast, Operation
+from fast_attention.engine.operation import Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
@@ -65,12 +65,10 @@ def manhattan_attention(
 
 def manhattan(k: Tensor, v: Tensor, key_mask: Tensor | None, settings: ManhattanSettings, *, fixed: bool) -> Tensor:
     """``reference.manhattan_sums``, ``fixed`` as for ``log_attention``."""
-    why = operation.obstacle(k, v, even=True) if fixed else "a map with something to learn"
-    if why:
-        trace.record("whole tensors at a time", why)
-        return manhattan_sums(k, v, key_mask, settings=settings)
-    summed.record(v, is_causal=settings.is_causal)
-    return _RULE(k, v, key_mask, settings=settings)
+    if fixed:
+        return _SUMS(k, v, key_mask, settings=settings)
+    trace.record("whole tensors at a time", "a map with something to learn")
+    return manhattan_sums(k, v, key_mask, settings=settings)
 
 
 class _Manhattan:
@@ -155,7 +153,9 @@ def _backward(
     return dk, dv if key_mask is None else dv.masked_fill_(~key_mask[..., None], 0.0), None
 
 
-_RULE = Operation(manhattan_sums, cpu=Fast(_forward, _backward))
+_SUMS = Operation(
+    manhattan_sums, cpu=summed.fast(_forward, _backward, values=1, even=2), path="whole tensors at a time"
+)
 
 
 @dataclass(frozen=True, repr=False)
