@@ -61,6 +61,3 @@ class Inputs(NamedTuple):
         """From a flat tuple."""
         features = Features(*t[3:5]), Features(*t[5:7])
         return Inputs(q, k, v, visible, SinkTokens(*t[:3]), *features, FarSums(*t[7:9]), *t[9:11])
-
-
-INPUTS = 15  # tensors of ``Inputs``

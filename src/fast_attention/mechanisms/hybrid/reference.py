@@ -18,11 +18,11 @@ from torch import Tensor
 from fast_attention.engine import masks, offsets
 from fast_attention.engine.blocks import join, slices, split
 from fast_attention.engine.numerics import no_less
-from fast_attention.engine.opaque import Opaque
+from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import exporting, replaced
 from fast_attention.feature_maps.feature_map import Features
-from fast_attention.mechanisms.hybrid.arguments import INPUTS, Arguments, Inputs, Maps
+from fast_attention.mechanisms.hybrid.arguments import Arguments, Inputs, Maps
 from fast_attention.mechanisms.hybrid.far_sums import FarSums, block_sums, sums_outside
 from fast_attention.mechanisms.hybrid.positions import Plan
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
@@ -49,20 +49,21 @@ def near_far(*tensors: Any, maps: Maps, plan: Plan) -> Float[Tensor, "*batch len
     x = Arguments.of(tensors)
     queries, keys = maps(*x.weights)
     features = queries(x.q), masked_keys(keys, x.k, x.visible)
-    return _OPAQUE(*Inputs(*x[:5], *features, x.earlier, x.numbers, x.learned_sinks).flat(), *plan)[0]
+    numbers = dict(zip(plan._fields, plan, strict=True))
+    return _NODE(*Inputs(*x[:5], *features, x.earlier, x.numbers, x.learned_sinks).flat(), **numbers)
 
 
-def _near_and_far(*arguments: Any) -> tuple[Tensor]:
+def _near_and_far(*tensors: Any, **numbers: Any) -> Tensor:
     """Outputs from ``Inputs`` that hold the sums of all earlier keys in place of those outside every span."""
-    x, plan = Inputs.of(*arguments[:INPUTS]), Plan(*arguments[INPUTS:])
+    x, plan = Inputs.of(*tensors), Plan(**numbers)
     blocks = x.outside.narrow(0, 0)
     if exporting() or plan.key_blocks:
         blocks = block_sums(x.keys, x.v, start=plan.first, block=plan.block, number=plan.key_blocks)
     whole = replaced(x, outside=sums_outside(blocks, x.outside, plan))
-    return (attend_spans(whole, Sight.of(plan, x.q.device), plan),)
+    return attend_spans(whole, Sight.of(plan, x.q.device), plan)
 
 
-_OPAQUE = Opaque(_near_and_far, lambda q, k, v, *others: (q.new_empty(*q.shape[:-1], v.shape[-1]),))
+_NODE = Operation(_near_and_far, empty=like_queries)
 
 
 def attend_spans(x: Inputs, sight: Sight, plan: Plan) -> Float[Tensor, "*batch length values"]:
