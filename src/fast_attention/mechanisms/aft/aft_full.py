@@ -25,6 +25,7 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.aft import fast, reference, reference_biased
 from fast_attention.mechanisms.aft.reference import same_width
+from fast_attention.traits import SCORES
 from fast_attention.value import at_least
 
 ROWS = 256  # queries per product
@@ -184,6 +185,7 @@ class AFTFull(Attention[PositionBias | FactoredBias, None]):
         formula="sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)",
         cost="n^2 d",
         order=2.0,
+        gpu=SCORES,
         causal=True,
         padding=True,
         cross=True,

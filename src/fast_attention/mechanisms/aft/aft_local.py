@@ -33,6 +33,7 @@ from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.aft import fast, reference, reference_biased
 from fast_attention.mechanisms.aft.reference import same_width
+from fast_attention.traits import PLAIN
 from fast_attention.value import at_least
 
 NUMBERS = 1 << 19  # sums worked on at a time
@@ -387,6 +388,7 @@ class AFTLocal(Attention[Band, WindowState]):
         formula="sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij), w_ij = 0 for |i - j| >= w",
         cost="n w d",
         order=1.0,
+        gpu=PLAIN,
         causal=True,
         padding=True,
         memory="window",

@@ -14,6 +14,7 @@ from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.aft import fast, fast_causal, gpu, reference
 from fast_attention.mechanisms.aft.reference import Pool, same_width
+from fast_attention.traits import KERNELS
 
 
 def aft_simple(
@@ -45,6 +46,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         formula="sigmoid(q_i) * sum_j exp(k_j) v_j / sum_j exp(k_j)",
         cost="n d",
         order=1.0,
+        gpu=KERNELS,
         causal=True,
         padding=True,
         cross=True,

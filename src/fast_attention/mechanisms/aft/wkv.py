@@ -37,6 +37,7 @@ from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.aft import fast, reference
 from fast_attention.mechanisms.aft.reference import Pool, same_width
+from fast_attention.traits import PLAIN
 
 GROUP = 16
 
@@ -306,6 +307,7 @@ class WKV(Attention[ChannelDecays, WKVState]):
         formula="sigmoid(q_t) * (sum_{i<t} exp(k_i - (t-1-i) w) v_i + exp(k_t + u) v_t) / (the same of ones)",
         cost="n d",
         order=1.0,
+        gpu=PLAIN,
         causal=True,
         bidirectional=False,
         padding=True,

@@ -14,6 +14,7 @@ from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.tracing import symbolic, traced
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
+from fast_attention.traits import FUSED
 from fast_attention.value import at_least
 
 
@@ -118,6 +119,7 @@ class Nystrom(Attention[tuple[()], tuple[()]]):
         formula="softmax(q K~^T / sqrt(d)) pinv(softmax(Q~ K~^T / sqrt(d))) softmax(Q~ k^T / sqrt(d)) v",
         cost="n r d",
         order=1.0,
+        gpu=FUSED,
         padding=True,
         rotary=True,
         approximates="Softmax",

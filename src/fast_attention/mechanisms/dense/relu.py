@@ -23,6 +23,7 @@ from fast_attention.engine.operation import Fast, Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import MaskedAttention, Traits
+from fast_attention.traits import SCORES
 from fast_attention.value import at_least, one_of
 
 Power = Literal[1, 2]
@@ -285,6 +286,7 @@ class ReLUAttention(MaskedAttention[tuple[()], KVCache]):
         formula="relu(q k^T / sqrt(d)) v / sum",
         cost="n^2 d",
         order=2.0,
+        gpu=SCORES,
         causal=True,
         padding=True,
         cross=True,

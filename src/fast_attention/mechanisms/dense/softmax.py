@@ -29,6 +29,7 @@ from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.relative import relative_attention
 from fast_attention.mechanisms.dense.scores import Scores
+from fast_attention.traits import FUSED
 
 
 def obstacle(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> str:
@@ -164,6 +165,7 @@ class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportInco
         formula="softmax(q k^T / sqrt(d)) v",
         cost="n^2 d",
         order=2.0,
+        gpu=FUSED,
         causal=True,
         padding=True,
         cross=True,

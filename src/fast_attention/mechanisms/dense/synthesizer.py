@@ -30,10 +30,11 @@ from fast_attention.mechanism import MaskedAttention, Shape, Traits
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.reference import synthesizer_attention
 from fast_attention.mechanisms.dense.scores import Scores, mixed
+from fast_attention.traits import SCORES
 from fast_attention.value import Value, at_least
 
 _TABLE = Traits(
-    paper="Tay et al. 2020, arXiv 2005.00743", formula="softmax(R) v", cost="n^2 d", order=2.0, reads="v",
+    paper="Tay et al. 2020, arXiv 2005.00743", formula="softmax(R) v", cost="n^2 d", order=2.0, gpu=SCORES, reads="v",
     causal=True, padding=True, cross=True, mask=True, memory="growing", positions="absolute",
     bounded=True, learned=True,
 )  # fmt: skip

@@ -19,6 +19,7 @@ from fast_attention.engine import operation
 from fast_attention.engine.heads import by_head
 from fast_attention.mechanism import Attention, Mixer, Shape, Traits
 from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.traits import PARTS
 from fast_attention.value import at_least, one_of
 
 Adapts = Literal["qkv", "qk", "kv", "qv", "q", "k", "v"]
@@ -84,6 +85,7 @@ class Adapted(Attention[Deltas, Any]):
             formula=f"{self.mechanism!r} of x + (x D) U for x in {self.adapts}, U begins at zero",
             cost=f"{inner.cost} + n d r",
             order=inner.order,
+            gpu=PARTS,
             reads=inner.reads,
             causal=inner.causal,
             bidirectional=inner.bidirectional,

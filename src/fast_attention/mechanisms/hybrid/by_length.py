@@ -29,6 +29,7 @@ from fast_attention.mechanisms.dense.softmax import Softmax, softmax_attention
 from fast_attention.mechanisms.hybrid import by_length_rows
 from fast_attention.mechanisms.hybrid.by_length_rows import Part, covered
 from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.traits import PARTS
 from fast_attention.value import at_least
 
 _READS: dict[tuple[bool, bool], Literal["qkv", "kv", "qv", "v"]] = {
@@ -210,7 +211,7 @@ class ByLength(Attention[Given, ByLengthState]):
         """What both can do; time and what is approximated are those of ``long``."""
         return self._traits
 
-    _traits = Traits(paper="", formula="", cost="", order=1.0)  # of each value, set when it is made
+    _traits = Traits(paper="", formula="", cost="", order=1.0, gpu=PARTS)  # of each value, set when it is made
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -302,6 +303,7 @@ def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int)
         formula=f"{short!r} for queries that see at most {above} keys, {long!r} for all others",
         cost=f"{a.cost} up to {above} tokens, {b.cost} beyond",
         order=b.order,
+        gpu=PARTS,
         reads=_READS["q" in a.reads + b.reads, "k" in a.reads + b.reads],
         causal=a.causal and b.causal,
         bidirectional=a.bidirectional and b.bidirectional,

@@ -48,6 +48,7 @@ from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.mechanisms.sparse.reference import take
 from fast_attention.mechanisms.sparse.selected import Selected, of_blocks
+from fast_attention.traits import NEAR_FAR
 from fast_attention.value import at_least
 
 
@@ -188,6 +189,7 @@ def by_window(far: Traits, bias: Bias | None = None) -> Traits:
         formula="softmax over near, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
         cost="n (w + m) d",
         order=1.0,
+        gpu=NEAR_FAR,
         causal=True,
         padding=True,
         cross=True,

@@ -19,6 +19,7 @@ from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.linear_attention import LinearAttention
 from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
 
@@ -105,6 +106,7 @@ class CosFormer(Attention[Positions, CosFormerState]):
         formula="linear attention, relu(q_i) . relu(k_j) cos(pi (i - j) / 2M)",
         cost="n d^2",
         order=1.0,
+        gpu=KERNELS,
         causal=True,
         padding=True,
         cross=True,

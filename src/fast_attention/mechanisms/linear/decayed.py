@@ -19,6 +19,7 @@ from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identit
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
 from fast_attention.mechanisms.linear import decayed_gpu, decayed_sums
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
+from fast_attention.traits import KERNELS
 from fast_attention.value import at_least, one_of
 
 
@@ -160,6 +161,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
             formula="S_t = g_t S_{t-1} + phi(k_t) v_t^T, z alike; phi(q) S_t / (phi(q) . z_t + eps)",
             cost="n m d",
             order=1.0,
+            gpu=KERNELS,
             causal=True,
             padding=True,
             rotary=isinstance(self.feature_map, Identity) and self.gate != "channel",

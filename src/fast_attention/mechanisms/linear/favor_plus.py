@@ -17,6 +17,7 @@ from fast_attention.mechanisms.linear import fast_favor, feature_chunks
 from fast_attention.mechanisms.linear.kernelised import Map, RandomKernelised, TokenMap
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.traits import KERNELS
 from fast_attention.value import at_least, one_of
 
 
@@ -110,6 +111,7 @@ class FavorPlus(RandomKernelised[Projection]):
             formula="phi(q) . phi(k) estimates exp(q . k / sqrt(d)); phi(x) = exp(W x - |x|^2 / 2) / sqrt(m)",
             cost="n m d",
             order=1.0,
+            gpu=KERNELS,
             causal=True,
             padding=True,
             cross=True,

@@ -17,6 +17,7 @@ from fast_attention.mechanism import Traits
 from fast_attention.mechanisms.linear import compiled, decayed_gpu, fast_linear
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
 
@@ -62,6 +63,7 @@ class LinearAttention(Kernelised[tuple[()]]):
         formula="phi(q) (sum_j phi(k_j) v_j^T) / (phi(q) . sum_j phi(k_j) + eps)",
         cost="n m d",
         order=1.0,
+        gpu=KERNELS,
         causal=True,
         padding=True,
         cross=True,

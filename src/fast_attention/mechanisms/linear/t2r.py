@@ -20,6 +20,7 @@ from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_attention import LinearAttention
 from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
 
@@ -55,6 +56,7 @@ class T2R(Kernelised[Layer]):
         formula="linear attention, phi(x) = max(W x + b, 0) with W and b learned",
         cost="n m d",
         order=1.0,
+        gpu=KERNELS,
         causal=True,
         padding=True,
         cross=True,

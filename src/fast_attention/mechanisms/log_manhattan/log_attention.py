@@ -29,6 +29,7 @@ from fast_attention.mechanisms.linear import reference as linear
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.log_manhattan import reference
 from fast_attention.mechanisms.log_manhattan.reference import KeySums, LogSettings, log_sums
+from fast_attention.traits import SUMS
 from fast_attention.value import at_least, one_of
 
 Score = Literal["channel", "sum", "logdot"]
@@ -212,6 +213,7 @@ class LogAttention(Attention[tuple[()], States]):
             formula="log h(q_i) S0 + S1, b = log h(k)" if self.normalize == "none" else formula,
             cost="n d^2" if dot else "n d",
             order=1.0,
+            gpu=SUMS,
             reads="kv" if softmax and not dot else "qkv",
             causal=True,
             padding=True,

@@ -33,6 +33,7 @@ from fast_attention.mechanisms.aft import reference as pool
 from fast_attention.mechanisms.log_manhattan import reference, sorting
 from fast_attention.mechanisms.log_manhattan.reference import Differences, ManhattanSettings, manhattan_sums
 from fast_attention.mechanisms.log_manhattan.sorting import Distance, PastKeys, appended, pair_sums
+from fast_attention.traits import SUMS
 from fast_attention.value import at_least, one_of
 
 Normalize = Literal["mean", "none", "l1"]
@@ -215,6 +216,7 @@ class Manhattan(Attention[tuple[()], States]):
             formula=f"{'' if self.distance == 'laplacian' else 'k_i v_i + '}sum_j {terms[self.distance]} v_j",
             cost="n d" if self._linear else "n log n d (causal: n log^2 n d)",
             order=1.0,
+            gpu=SUMS,
             reads="kv" if self.query_dim == 0 else "qkv",
             causal=True,
             padding=True,

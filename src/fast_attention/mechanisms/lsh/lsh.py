@@ -25,6 +25,7 @@ from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.lsh import gpu
 from fast_attention.mechanisms.lsh.compiled import buckets, hashed_attention
 from fast_attention.mechanisms.lsh.reference import SHORTEST, Rules, Tokens, ranks
+from fast_attention.traits import SORTED
 from fast_attention.value import at_least, one_of
 
 Layout = Literal["ranked", "sorted"]
@@ -230,6 +231,7 @@ _TRAITS = Traits(
     formula="softmax over j near i in a bucket of h(x) = argmax [x R; -x R] of q_i q_j^T / |q_j|, times v",
     cost="n log n + h n (b d + h b)",
     order=1.0,
+    gpu=SORTED,
     reads="qv",
     causal=True,
     padding=True,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fast_attention.engine.operation import Fast, Operation
 from fast_attention.mechanism import Mixer, Traits
+from fast_attention.traits import FOURIER
 from fast_attention.value import one_of
 
 Norm = Literal["backward", "ortho"]
@@ -106,6 +107,7 @@ class FNet(Mixer[tuple[()], tuple[()]]):
         formula="Re FFT_tokens(FFT_channels(x))",
         cost="n d (log n + log d)",
         order=1.0,
+        gpu=FOURIER,
         reads="x",
         matrix=False,
     )

@@ -17,6 +17,7 @@ from fast_attention.engine.numerics import bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.mechanisms.mixers.fast import affine, lower
+from fast_attention.traits import TOKENS
 from fast_attention.value import at_least
 
 
@@ -121,6 +122,7 @@ class GMLP(Mixer[GatedMLP, tuple[()]]):
         formula="(Z1 * (W LN(Z2) + b)) V, [Z1, Z2] = gelu(x U)",
         cost="n^2 e/2 + n d e, e the hidden width",
         order=2.0,
+        gpu=TOKENS,
         reads="x",
         causal=True,
         padding=True,

@@ -24,6 +24,7 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting, symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.sinkhorn.sorting import SortNet, block_permutation, sort_blocks, sort_net, split_keys
+from fast_attention.traits import BLOCKS, FUSED
 from fast_attention.value import at_least
 
 
@@ -270,6 +271,7 @@ class Sinkhorn(_Sorting):
         formula="softmax(q [(S K)_i, K_i]^T / sqrt(d)) [(S V)_i, V_i] for block i, S = sinkhorn(sum(K) P)",
         cost="n b d + n^2 d / b",
         order=2.0,
+        gpu=BLOCKS,
         causal=True,
         padding=True,
         memory="growing",
@@ -312,6 +314,7 @@ class SortCut(_Sorting):
         formula="softmax(q (S K)_cut^T / sqrt(d)) (S V)_cut, S = sinkhorn(sum(K) P)",
         cost="n c b d + n^2 / b^2",
         order=2.0,
+        gpu=FUSED,
         padding=True,
         cross=True,
         positions="absolute",

@@ -26,6 +26,7 @@ from fast_attention.gpu import patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.banded import banded_softmax
+from fast_attention.traits import FLEX
 
 Attend = Callable[..., Tensor]  # (q, k, v, key_mask=, attn_mask=), queries ending where keys end; by heads: dilation=
 
@@ -162,6 +163,7 @@ TRAITS = Traits(
     formula="softmax over j in [i - left, i + right] of q_i k_j^T / sqrt(d), times v",
     cost="n w d",
     order=1.0,
+    gpu=FLEX,
     causal=True,
     padding=True,
     cross=True,

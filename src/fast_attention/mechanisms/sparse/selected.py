@@ -29,6 +29,7 @@ from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.fast_past_blocks import chosen_softmax
 from fast_attention.mechanisms.sparse.gathered import gathered_softmax
+from fast_attention.traits import FLEX
 from fast_attention.value import at_least
 
 
@@ -223,6 +224,7 @@ class Selected(Sunk, Attention[Any, SelectedState]):  # type: ignore[reportIncom
         formula="softmax over the blocks of the largest mean(q_I) . mean(k_J), causal q_i . mean(k_J), times v",
         cost="n b c d, and to choose (n / b)^2 d, causal n^2 d / b",
         order=1.0,
+        gpu=FLEX,
         causal=True,
         padding=True,
         rotary=True,
