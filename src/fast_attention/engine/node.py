@@ -55,9 +55,9 @@ class Node(ABC):
             found = iter(backward(self.visible(gradients), returned, tensors, present, *numbers))
             return [next(found) if one else None for one in needed], *none
 
-        self._operation = custom(name, self.forward, mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor[]")
-        self._operation.register_fake(self.sizes)
-        self._operation.register_autograd(vjp, setup_context=save)
+        self.operation = custom(name, self.forward, mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor[]")
+        self.operation.register_fake(self.sizes)
+        self.operation.register_autograd(vjp, setup_context=save)
 
     @abstractmethod
     def visible(self, results: list[Tensor]) -> list[Tensor]:
@@ -77,17 +77,21 @@ class Node(ABC):
 
     def __call__(self, tensors: tuple[Tensor | None, ...], settings: dict[str, Any]) -> Any:
         """The outputs, in a compiler's code."""
-        recording = torch.is_grad_enabled()
-        present = [0 if x is None else WANTED if recording and x.requires_grad else 1 for x in tensors]
-        factors = [name for name in settings if isinstance(settings[name], float)]
-        whole = [name for name in settings if name not in factors]
-        names = [f"?{name}" if isinstance(settings[name], bool) else name for name in whole]
-        # beside an open size no bool passes for a number
-        sizes = [int(settings[name]) if isinstance(settings[name], bool) else settings[name] for name in whole]
-        given = [x for x in tensors if x is not None]
-        results = self._operation(given, present, " ".join(names + factors), sizes, [settings[x] for x in factors])
-        outputs = self.visible(results)
+        outputs = self.visible(self.operation(*arguments(tensors, settings)))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def arguments(tensors: tuple[Tensor | None, ...], settings: dict[str, Any]) -> tuple[Any, ...]:
+    """What a node is called with."""
+    recording = torch.is_grad_enabled()
+    present = [0 if x is None else WANTED if recording and x.requires_grad else 1 for x in tensors]
+    factors = [name for name in settings if isinstance(settings[name], float)]
+    whole = [name for name in settings if name not in factors]
+    names = [f"?{name}" if isinstance(settings[name], bool) else name for name in whole]
+    # beside an open size no bool passes for a number
+    sizes = [int(settings[name]) if isinstance(settings[name], bool) else settings[name] for name in whole]
+    given = [x for x in tensors if x is not None]
+    return given, present, " ".join(names + factors), sizes, [settings[x] for x in factors]
 
 
 def restored(names: str, sizes: Sequence[Any], factors: Sequence[float]) -> dict[str, Any]:

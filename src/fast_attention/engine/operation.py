@@ -163,7 +163,7 @@ class Operation:
 
 
 def _name(reference: Callable[..., Any]) -> str:
-    return f"{reference.__module__.rpartition('.')[2]}_{reference.__name__.lstrip('_')}"
+    return "_".join([*reference.__module__.split(".")[-2:], reference.__name__.lstrip("_")])
 
 
 def _record(path: Any, why: Any, sizes: Any, tensors: Sequence[Any], settings: dict[str, Any]) -> None:

@@ -29,12 +29,12 @@ class Forms(NamedTuple):
     scan: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
     sums: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None
     read: Callable[[Tensor, Tensor], Tensor] | None
-    step: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+    step: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, ...]]
 
 
 def steps(q: Tensor, *others: Tensor | None) -> bool:
     """Whether these tokens are one, of which no gradient is wanted: decoding's kernel has none."""
-    return not symbolic() and q.shape[-2] == 1 and not trains(q, *others)
+    return not symbolic() and q.shape[-2] == 1 and not _trains(q, *others)
 
 
 def walk(forms: Forms, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor:
@@ -73,7 +73,7 @@ def further(
     return out.reshape(*lead, *out.shape[-2:]), last.reshape(*lead, -1)
 
 
-def trains(*tensors: Tensor | None) -> bool:
+def _trains(*tensors: Tensor | None) -> bool:
     """Whether a backward pass may come."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 

@@ -100,11 +100,11 @@ def advance(
     phi: FeatureMap, normalize: bool, eps: float,
 ) -> tuple[Tensor, DecayedState]:  # fmt: skip
     """Causal outputs of tokens behind ``state``, and the state after them; ``log_decay`` (..., L) in float32."""
-    keep, D, lead = walking.trains(q, k, v, log_decay), k.shape[-1], q.shape[:-2]
+    D, lead = k.shape[-1], q.shape[:-2]
     logs = walking.as_heads(log_decay[..., None], lead)[..., 0]
     first = None if state is None else torch.cat([state.kv.flatten(-2), state.k], -1)
     q, k, code, offset = gpu.mapped(q, k, phi)
-    forms, _ = decayed.forms(logs, eps, code, offset, keep, normalize)
+    forms, _ = decayed.forms(logs, eps, code, offset, normalize)
     decodes = walking.steps(q, k, v, first, log_decay)
     out, last = walking.further(forms, q, k, v, key_mask, first, decodes=decodes)
     kv, k = last[..., : D * v.shape[-1]].reshape(*lead, D, v.shape[-1]), last[..., -D:]

@@ -87,5 +87,4 @@ def _forms(
     queries = both(heads.rows)
     keys = queries if heads.key_rows is None else both(heads.key_rows)
     bias = None if heads.bias is None else flat(heads.bias)[:, 0]
-    trained = walking.trains(queries, keys)
-    return operations.forms(queries, keys, bias, walking.trains(q, k, v, queries, keys), trained, begins)
+    return operations.forms(queries, keys, bias, begins)

@@ -52,7 +52,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, number: int, offset: float, eps: float, is_causal: bool
 ) -> Tensor:
     """Outputs (..., L, Ev): see ``linear_attention``."""
-    forms = operations.forms(eps, CODES[number], offset, walking.trains(q, k, v))
+    forms = operations.forms(eps, CODES[number], offset)
     return walking.walk(forms, q, k, v, key_mask, is_causal=is_causal)
 
 
@@ -63,7 +63,7 @@ def further(
     """Outputs of new tokens behind a state, and the three tensors of the state after them."""
     (kv, z, _), D = state, k.shape[-1]
     first = None if kv is None or z is None else torch.cat([kv.flatten(-2), z], -1)
-    forms = operations.forms(eps, CODES[number], offset, walking.trains(q, k, v))
+    forms = operations.forms(eps, CODES[number], offset)
     decodes = walking.steps(q, k, v, first)
     out, last = walking.further(forms, q, k, v, key_mask, first, decodes=decodes)
     kv, k = last[..., : D * v.shape[-1]].unflatten(-1, (D, -1)), last[..., -D:]
