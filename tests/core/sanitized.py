@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from fast_attention import LSH, Shape, core
 from fast_attention.core import building
 from fast_attention.engine import tiles as engine_tiles
 from fast_attention.engine import trace
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.feature_maps.features import EluPlusOne
-from fast_attention.mechanisms.linear import fast_favor, fast_linear
+from fast_attention.mechanisms.linear import compiled
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "build" / "sanitized" / core.FILE.name
@@ -132,6 +134,13 @@ def tiles(
 
 def features(heads: int, _: int, length: int, width: int, values: int, dtype: torch.dtype, causal: bool) -> None:
     """Sums of features and of exponentials, forward and backward, with more keys than queries, masks and states."""
+
+    def passes(numbers: dict[str, Any]) -> Any:
+        forward, backward = partial(compiled.forward, **numbers), partial(compiled.backward, **numbers)
+        return Operation(forward, cpu=Fast(forward, backward))
+
+    sums = passes({**compiled.code(EluPlusOne()), "eps": 1e-6})
+    exponentials = passes({"number": compiled.EXPONENTIAL, "offset": 0.0, "eps": 0.0})
     called.update(("features_forward", "features_backward"))
     few = min(width, 33) + 4
     rows, bias = torch.randn(heads, few, width), torch.randn(heads, 1, few)
@@ -141,10 +150,7 @@ def features(heads: int, _: int, length: int, width: int, values: int, dtype: to
         sizes = (length, width), (length + more, width), (length + more, values)
         q, k, v = (torch.randn(2, heads, *size).to(dtype).requires_grad_() for size in sizes)
         mask = torch.rand(2, 1, length + more) < 0.7
-        for rule, phi, weights, number in (
-            (fast_linear.RULE, EluPlusOne(), [None] * 3, width),
-            (fast_favor.RULE, None, [rows, rows.flip(1), bias], few),
-        ):
+        for run, weights, number in ((sums, [None] * 3, width), (exponentials, [rows, rows.flip(1), bias], few)):
             weights = [None if x is None else x.requires_grad_() for x in weights]
             state: list[Tensor | None] = [None] * 3
             if behind:
@@ -153,7 +159,7 @@ def features(heads: int, _: int, length: int, width: int, values: int, dtype: to
                     torch.rand(2, heads, number),
                     torch.zeros(2, heads, number),
                 ]
-            out = rule(q, k, v, mask, *weights, *state, map=phi, eps=1e-6, is_causal=causal, advances=behind)
+            out = run(q, k, v, mask, *weights, *state, is_causal=causal, advances=behind)
             out = out[0] if behind else out
             assert out.isfinite().all()
             assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum(), (q, k, v)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from fast_attention import Bound, DecayedLinearAttention, attention, explain
 from fast_attention.engine import trace
@@ -12,10 +12,11 @@ from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.functional import implementation
 from fast_attention.gpu import configurations, decayed, maps
 from fast_attention.traits import Shape
-from tests.gpu.heads import KINDS, assert_near, double, poisoned, tensors
+from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned, tensors
 from tests.oracles.linear import decayed as oracle
 
 pytestmark = pytest.mark.usefixtures("interpreted")
+NUMBERS: Any = {"eps": 1e-6, "code": maps.ELU, "offset": 0.0}
 CASES = [  # width, values, tokens; masked, normalized
     ((16, 16, 64), False, True), ((16, 16, 64), True, False), ((20, 33, 70), True, True), ((20, 33, 70), False, False),
     ((64, 64, 150), True, True), ((64, 64, 150), True, False), ((130, 70, 65), True, True),
@@ -58,11 +59,11 @@ def agree(
     logs, first = log_decays(sizes[-1], strength), torch.rand(1, 1, sizes[0] * sizes[1] + sizes[0]).requires_grad_()
     with torch.no_grad():
         logs[..., ::7] *= 1e-3  # keys that weigh nearly as much as the next
-    numbers = 1e-6, maps.ELU, 0.0, True, normalized
+    numbers = {**NUMBERS, "normalized": normalized}
     given, x = (q, k, v, first, logs), double(q, k, v, first, logs)
-    results = decayed.decayed_scan(q, k, v, mask if masked else None, first, logs, *numbers)[:2]
+    results = decayed.decayed_scan(q, k, v, mask if masked else None, first, logs, **numbers)
     wide = mask.expand(k.shape[:-1]) if masked else None
-    expected = decayed.plain_scan(*x[:3], wide, *x[3:], *numbers)
+    expected = decayed.plain_scan(*x[:3], wide, *x[3:], **numbers)
     for mine, right in zip(results, expected, strict=True):
         assert_near(mine, right, KINDS[dtype])
     grads = [torch.randn_like(y) / y.detach().abs().max() for y in results]
@@ -101,7 +102,7 @@ def test_hidden_tokens_are_not_read() -> None:
         with torch.no_grad():
             k.masked_fill_(~mask[..., None], rubbish)
             v.masked_fill_(~mask[..., None], rubbish)
-        out = decayed.decayed_scan(q, k, v, mask, None, logs, 1e-6, maps.ELU, 0.0, True, True)[0]
+        out = decayed.decayed_scan(q, k, v, mask, None, logs, **NUMBERS, normalized=True)[0]
         outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, logs))])
     assert all(torch.equal(x, y) for x, y in zip(*outs, strict=True))
 
@@ -111,7 +112,7 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
         torch.manual_seed(1)
         (q, k, v), mask = tensors(20, 33, 150)
         first, logs = torch.rand(1, 1, 20 * 33 + 20, requires_grad=True), log_decays(150)
-        scanned = decayed.decayed_scan(q, k, v, mask, first, logs, 1e-6, maps.ELU, 0.0, True, True)[:2]
+        scanned = decayed.decayed_scan(q, k, v, mask, first, logs, **NUMBERS, normalized=True)
         loss = sum(x.square().sum() for x in scanned)
         return [*scanned, *torch.autograd.grad(loss, (q, k, v, first, logs))]  # type: ignore[arg-type]
 
@@ -149,7 +150,7 @@ def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(6, 4, 20)
     found, logs = [], log_decays(20)
     for form in (decayed.decayed_scan, decayed.plain_scan):
-        out = form(q, k, v, None, None, logs, 1e-6, maps.ELU, 0.0, True, True)[0]
+        out = form(q, k, v, None, None, logs, **NUMBERS, normalized=True)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v, logs), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v, logs)))
     for mine, right in zip(*found, strict=True):
@@ -160,11 +161,7 @@ def test_operations_keep_torchs_rules() -> None:
     (q, k, v), mask = tensors(8, 4, 40)
     first, logs = torch.rand(1, 1, 8 * 4 + 8, requires_grad=True), log_decays(40)
     for normalized in (True, False):
-        given = q, k, v, mask, first, logs, 1e-6, maps.ELU, 0.0, True, normalized
-        assert {*library.opcheck(decayed.decayed_scan, given).values()} == {"SUCCESS"}
-    one = [x.detach()[..., :1, :] for x in (q, k, v)]
-    given = *one, mask[..., :1], first.detach(), logs.detach()[..., :1], 1e-6, maps.ELU, 0.0, True
-    assert {*library.opcheck(decayed.decayed_step, given).values()} == {"SUCCESS"}
+        assert by_torchs_rules(decayed.decayed_scan, (q, k, v, mask, first, logs), NUMBERS | {"normalized": normalized})
 
 
 def test_compiled_as_one_graph() -> None:

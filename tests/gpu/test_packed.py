@@ -136,12 +136,12 @@ def test_second_derivatives_keep_sequences_apart(name: str, monkeypatch: pytest.
     (q, k, v), _, _ = packed_heads((32,), 4)
     begins, rows, found = torch.tensor([1, 1], dtype=torch.uint8), torch.randn(2, 4, 4), []
     forms: dict[str, Any] = {
-        "feature_scan": (operations.feature_scan, plain.scan, (rows, rows, None, begins, True, False)),
-        "pool_scan": (pooling.pool_scan, plain_pooling.scan, (begins, True, True)),
+        "feature_scan": (operations.feature_scan, plain.scan, (rows, rows, None, begins), {}),
+        "pool_scan": (pooling.pool_scan, plain_pooling.scan, (begins,), {"gated": True}),
     }
-    kernel, twin, given = forms[name]
+    kernel, twin, given, settings = forms[name]
     for form in (kernel, twin):
-        out = form(q, k, v, None, None, *given)[0]
+        out = form(q, k, v, None, None, *given, **settings)[0]
         (first,) = torch.autograd.grad(out[..., 16:, :].square().sum(), k, create_graph=True)
         assert not first[..., :16, :].any()
         found.append(torch.autograd.grad(first.square().sum(), q)[0])

@@ -22,7 +22,7 @@ from torch import Tensor
 from fast_attention.engine import trace
 from fast_attention.engine.node import Recorded, Stateless
 from fast_attention.engine.precision import HALVES, Precision, in_float32
-from fast_attention.engine.tracing import batched, exporting, symbolic, traced, wrapped
+from fast_attention.engine.tracing import batched, exporting, intercepted, symbolic, traced, wrapped
 
 Tensors = tuple[Tensor | None, ...]
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # it is not imported here
@@ -134,7 +134,7 @@ class Operation:
     def chosen(self, tensors: Sequence[Any], settings: dict[str, Any]) -> tuple[Fast | None, str]:
         """The faster implementation that serves an eager call, or None and why there is none."""
         first = tensors[0]
-        if traced():
+        if intercepted():
             return None, "traced"
         if (wanted := trace.wanted()) == "reference" and not (self.cpu is not None and self.cpu.always):
             return None, ASKED
@@ -184,9 +184,10 @@ def _against(fast: Fast, tensors: Sequence[Any], settings: dict[str, Any]) -> st
 
 
 def _widens(tensors: Sequence[Any]) -> bool:
-    return any(x is not None and x.dtype in HALVES for x in tensors) or torch.is_autocast_enabled(
-        tensors[0].device.type
-    )
+    for x in tensors:
+        if x is not None and x.dtype in HALVES:
+            return True
+    return torch.is_autocast_enabled(tensors[0].device.type)
 
 
 def obstacle(*tensors: Tensor, even: bool = False, anywhere: bool = False) -> str:

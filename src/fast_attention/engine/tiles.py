@@ -150,8 +150,12 @@ def unsupported(*tensors: Tensor) -> str:
 
 def against(*tensors: Tensor | None, **settings: Any) -> str:
     """Why the core does not serve ordinary tensors of a CPU, the first three of which are tokens."""
-    wide = any(x is not None and x.dtype not in HALVES_AND_SINGLE for x in tensors[:3])
-    return core.unavailable() or ("numbers of more than 32 bits" if wide else "")
+    if why := core.unavailable():
+        return why
+    for x in tensors[:3]:
+        if x is not None and x.dtype not in HALVES_AND_SINGLE:
+            return "numbers of more than 32 bits"
+    return ""
 
 
 Plans = Callable[..., Plan]  # (q, k, *tables, **settings)
@@ -230,12 +234,12 @@ def operation(
         return dq, dk, dv, None, *d_terms, d_sinks, *(None for _ in tables)
 
     def refused(*tensors: Any, **settings: Any) -> str:
-        return against(*tensors) or ("" if serves is None else serves(*tensors, **settings))
+        return against(*tensors) or serves(*tensors, **settings)  # type: ignore[misc]
 
     if reference is not None:
         plain.__name__, plain.__module__ = reference.__name__, reference.__module__
     named = f"{trace.CORE}: {name}" if path else ""
-    fast = Fast(forward, backward, serves=refused, path=named, why=why, sizes=sizes)
+    fast = Fast(forward, backward, serves=against if serves is None else refused, path=named, why=why, sizes=sizes)
     return Operation(plain, cpu=fast, cuda=cuda, empty=empty, path=path, sizes=sizes)
 
 
@@ -256,7 +260,7 @@ def _arguments(
     mask = None
     if key_mask is not None and not bool(key_mask.all()):
         mask = four_axes(key_mask.contiguous().expand(*q.shape[:-2], k.shape[-2])[..., None])[..., 0]
-    terms = (None if x is None else x.detach().float().contiguous() for x in (numbers, vectors, sinks))
+    terms = [None if x is None else x.detach().float().contiguous() for x in (numbers, vectors, sinks)]
     return four_axes(q), four_axes(k), four_axes(v), mask, *terms
 
 

@@ -40,7 +40,7 @@ def _scan(
 def _scan_vjp(
     inputs: Any, outputs: Any, kept: Any, gradients: Any, *, eps: float, code: int, offset: float, normalized: bool
 ) -> tuple[Tensor | None, ...]:
-    (q, k, v, key_mask, _, log_decay), (out, last), (grad, d_last) = inputs, outputs, gradients
+    (q, k, v, key_mask, first, log_decay), (out, last), (grad, d_last) = inputs, outputs, gradients
     factors, rest, states = kept
     run, mask = _launch(q, v, log_decay, code, offset, normalized), as_bytes(key_mask, k)
     q, k, v, grad = contiguous(q, k, v, grad)
@@ -50,6 +50,7 @@ def _scan_vjp(
     dk, dv, of_keys = run.of_keys(q, k, v, mask, grad, factors, weights, behind, is_causal=True)
     totals = of_queries.sum(-2, dtype=torch.float64) - of_keys.sum(-2, dtype=torch.float64)
     totals[..., -1] += (d_last.double() * last).sum(-1)  # what the sums of all decays from the first token on get
+    d_first = None if first is None else d_first
     return dq, dk, dv, None, d_first, totals.flip(-1).cumsum(-1).flip(-1).to(log_decay.dtype)
 
 

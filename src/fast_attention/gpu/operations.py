@@ -54,7 +54,7 @@ def scan_like(q: Tensor, k: Tensor, v: Tensor, *others: Any, keep: bool, **setti
 def _scan_vjp(
     inputs: Any, outputs: Any, kept: Any, gradients: Any, *, eps: float, code: int, offset: float
 ) -> tuple[Tensor | None, ...]:
-    (q, k, v, key_mask, _), (factors, rest, states), (grad, d_last) = inputs, kept, gradients
+    (q, k, v, key_mask, first), (factors, rest, states), (grad, d_last) = inputs, kept, gradients
     run, mask = _launch(q, v, code, offset), as_bytes(key_mask, k)
     q, k, v, grad = contiguous(q, k, v, grad)
     weights = run.weights(outputs[0], rest, grad, factors)
@@ -63,7 +63,7 @@ def _scan_vjp(
     )  # fmt: skip
     dq, _ = run.of_queries(q, k, v, mask, grad, factors, weights, states, is_causal=True)
     dk, dv = run.of_keys(q, k, v, mask, grad, factors, weights, behind, is_causal=True)[:2]
-    return dq, dk, dv, None, d_first
+    return dq, dk, dv, None, None if first is None else d_first
 
 
 @launched

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import core
-from fast_attention.engine.heads import short
+from fast_attention.engine.heads import several
 from fast_attention.engine.operation import HALVES_AND_SINGLE, Unserved
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
@@ -33,14 +33,15 @@ def code(phi: FeatureMap) -> dict[str, Any]:
 def serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Tensor | None, **settings: Any) -> str:
     """Why the core cannot take a call without a state, nor ought to; empty where it can."""
     return advances(q, k, v, key_mask, *others) or (
-        "many short sequences, whose pairs are less than a state of each" if short(q, k, v) else ""
+        "many short sequences, whose pairs are less than a state of each" if several(q, k, v) else ""
     )
 
 
 def advances(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Tensor | None, **settings: Any) -> str:
     """Why the core cannot take a call behind a state; empty where it can. ``others``: weights and states."""
-    if q.dtype not in HALVES_AND_SINGLE or any(x is not None and x.dtype not in HALVES_AND_SINGLE for x in others):
-        return "more than 32 bits"
+    for x in (q, *others):
+        if x is not None and x.dtype not in HALVES_AND_SINGLE:
+            return "more than 32 bits"
     return core.unavailable()
 
 

@@ -37,9 +37,10 @@ def further_sums(
     *state: Tensor | None, number: int, offset: float, eps: float, is_causal: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Causal outputs of new tokens behind a state, and the three tensors of the state after them."""
-    phi, before = _map(number, offset), None if state[0] is None else LinearState(*state)  # type: ignore[arg-type]
+    phi, (kv, z, log_scale) = _map(number, offset), state
+    before = None if kv is None or z is None or log_scale is None else LinearState(kv, z, log_scale)
     out, after = in_range.advance(phi.features(q), reference.masked_keys(phi.features, k, key_mask), v, before, eps=eps)
-    return out, *after
+    return out, after.kv, after.k, after.log_scale.expand_as(after.k)
 
 
 def _rescaled(*tensors: Tensor | None, **settings: Any) -> str:

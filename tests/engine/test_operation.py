@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fast_attention
 from fast_attention import catalogue
 from fast_attention.engine import operation, trace
+from fast_attention.engine.operation import Fast, Operation, Unserved
 from fast_attention.engine.tracing import symbolic
 from tests.cases import bind, qkv
 
@@ -25,8 +27,9 @@ ROOMS = ("engine", "feature_maps", "mechanisms")
 # Who else asks, in how many places, and why: what torch's own kernels and its autocast do on a device.
 ASKED = {
     ("engine/tracing.py", "is_compiling"): 1,  # traced() and symbolic(), which all others ask
-    ("engine/dispatch.py", "is_cpu"): 1,  # the policy
-    ("engine/dispatch.py", "is_cuda"): 1,  # the policy of kernels for GPUs
+    ("engine/operation.py", "is_cpu"): 1,  # the policy
+    ("engine/operation.py", "is_cuda"): 1,  # the policy of kernels for GPUs
+    ("engine/operation.py", "device.type"): 1,  # as in precision.py
     ("engine/fused.py", "is_cpu"): 1,  # the flash kernel of a CPU is a function of its own in torch
     ("engine/numerics.py", "is_cpu"): 1,  # torch's exp2 is the faster one on a CPU
     ("mechanisms/dense/softmax.py", "is_cpu"): 1,  # torch's kernel for float16 is slower than both casts on a CPU
@@ -193,3 +196,102 @@ def test_transformed_calls_say_so(name: str) -> None:
     with trace.recorded() as steps:
         torch.func.vmap(lambda *x: bound(*x, is_causal=is_causal))(*inputs)
     assert "traced" in [step.why for step in steps]
+
+
+# frames of the operation itself, and those of them that call an implementation
+PLUMBING = {str(SOURCE / "engine" / f"{name}.py") for name in ("operation", "precision", "trace", "tracing", "node")}
+CALLERS = {"__call__", "forward", "wrapped"}
+FEW_FRAMES = ["Local(window=8)", "LinearAttention()", "FavorPlus(num_features=16)", "AFTSimple()"]
+
+
+@pytest.mark.parametrize("wants_gradient", [False, True])
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("name", FEW_FRAMES)
+def test_few_frames_stand_before_the_arithmetic(name: str, impl: Any, wants_gradient: bool) -> None:
+    """At most three of ours between ``attend`` and the reference or the fast forward pass."""
+    bound = bind(catalogue.parse(name), head_dim=16, max_len=80, dtype=torch.float32)
+    inputs = [x.requires_grad_(wants_gradient) for x in qkv(80, width=16, dtype=torch.float32)]
+    between: list[list[str]] = []
+
+    def watched(frame: Any, event: str, argument: Any) -> None:
+        if event != "call" or between or frame.f_code.co_filename in PLUMBING:
+            return
+        ours, each = [], frame.f_back
+        while each is not None and each.f_code.co_name not in ("attend", "attend_masked"):
+            ours += [each.f_code] if each.f_code.co_filename.startswith(str(SOURCE)) else []
+            each = each.f_back
+        if each is not None and ours and ours[0].co_filename in PLUMBING and ours[0].co_name in CALLERS:
+            between.append([code.co_name for code in ours])
+
+    bound(*inputs)  # what is cached by the first call is not looked for again
+    with trace.implementation(impl):
+        sys.setprofile(watched)
+        try:
+            bound(*inputs)
+        finally:
+            sys.setprofile(None)
+    assert len(between) == 1
+    assert "__call__" in between[0]
+    assert len(between[0]) <= 3, between
+
+
+def doubled(q: Tensor, k: Tensor, *, factor: float) -> Tensor:
+    return q * 2 * factor + k
+
+
+def fast_doubled(q: Tensor, k: Tensor, *, keep: bool, factor: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+    if bool((q > 100).any()):
+        raise Unserved("large numbers")
+    return q * (2 * factor) + k, ()
+
+
+def doubled_vjp(inputs: Any, outputs: Any, kept: Any, gradients: Any, *, factor: float) -> tuple[Tensor, Tensor]:
+    return gradients[0] * (2 * factor), gradients[0]
+
+
+TOY = Operation(
+    doubled,
+    cpu=Fast(
+        fast_doubled, doubled_vjp, serves=lambda q, k, *, factor: "one token" if q.shape[-2] == 1 else "", even=2,
+        path="in one go", why="it can", sizes=lambda q, k, **settings: {"tokens": q.shape[-2]},
+    ),
+    compute=torch.float32,
+    path="plain",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "why"),
+    [
+        (tensors((3, 2), (3, 2)), "in one go", "it can"),
+        (tensors((1, 2), (1, 2)), "plain", "one token"),
+        (tensors((0, 2), (0, 2)), "plain", "no tokens"),
+        (tensors((3, 2), (3, 2), device="meta"), "plain", "not on a CPU"),
+        ([torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.float64)], "plain", "dtypes that differ"),
+    ],
+    ids=["fast", "one", "none", "meta", "mixed"],
+)
+def test_an_operation_says_what_it_takes_and_why(given: list[Tensor], path: str, why: str) -> None:
+    with trace.recorded() as steps:
+        TOY(*given, factor=1.5)
+    assert steps == [trace.Step(path, why, {"tokens": 3} if path == "in one go" else {})]
+    assert TOY.implementations == ("reference", "cpu")
+    with trace.implementation("reference"), trace.recorded() as steps:
+        TOY(*given, factor=1.5)
+    assert [(step.path, step.why) for step in steps] == [("plain", operation.ASKED)]
+
+
+def test_what_a_forward_pass_gives_up_the_reference_computes() -> None:
+    q, k = torch.full((3, 2), 200.0, requires_grad=True), torch.zeros(3, 2)
+    with trace.recorded() as steps:
+        out = TOY(q, k, factor=1.5)
+    assert steps[-1] == trace.Step("plain", "large numbers", {})
+    assert torch.equal(out, doubled(q, k, factor=1.5))
+    assert torch.equal(torch.autograd.grad(out.sum(), q)[0], torch.full((3, 2), 3.0))
+
+
+def test_sixteen_bits_are_widened_and_the_result_is_narrowed() -> None:
+    q, k = (torch.randn(40, 8).bfloat16().requires_grad_() for _ in range(2))
+    out = TOY(q, k, factor=1 / 3)
+    assert torch.equal(out, (q.float() * (2 / 3) + k.float()).bfloat16())
+    assert [x.dtype for x in torch.autograd.grad(out.sum(), (q, k))] == [torch.bfloat16] * 2
