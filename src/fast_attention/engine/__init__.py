@@ -1,1 +1,1 @@
-"""What every family's passes are made of: chunks, sums, masks, precision, gradients, dispatch."""
+"""What every family's passes are made of: operations, chunks, sums, masks, precision, gradients."""

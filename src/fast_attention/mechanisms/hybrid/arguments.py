@@ -1,4 +1,4 @@
-"""The tensors of a call of Hybrid, as flat tuples, which is what custom gradients and opaque operations take."""
+"""The tensors of a call of Hybrid, as flat tuples, which is what operations take."""
 
 from __future__ import annotations
 
