@@ -91,7 +91,7 @@ def test_the_core_reads_and_writes_16_bits(dtype: torch.dtype, length: int) -> N
     q, v, bucket, seen = case(rules, length, False, width=16, values=16)
     q, v = q.to(dtype), v.to(dtype)
     exact = outputs(hashed_softmax, q.double(), v.double(), bucket, seen, rules=rules)
-    ours = outputs(compiled._HASHED, q, v, bucket, seen, rules=rules)
+    ours = outputs(compiled.hashed_attention, q, v, bucket, seen, **vars(rules))
     assert all(x.dtype == dtype for x in ours)
     near(ours, exact, 2e-2 if dtype == torch.bfloat16 else 2e-3)
 
