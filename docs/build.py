@@ -30,6 +30,7 @@ from fast_attention.refusals import granting
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, MECHANISMS = ROOT / "docs", ROOT / "docs" / "mechanisms"
 NARROW = "\u00a0"  # a space at which no line of a table breaks
+sys.path.insert(0, str(ROOT))  # experiments/ and tests/ are of the checkout, not of the package
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -177,18 +178,9 @@ def chosen() -> str:
 
 
 def decision() -> str:
-    """What to take for texts beyond a model's positions, as ``advise`` and ``compare`` print it; what it rests on."""
-    found, record = measured.retrieval()
+    """What to take for texts beyond a model's positions, as ``advise`` and ``compare`` print it."""
     whole = "BlockLocal(block_size=256)"
-    ways = {
-        "nearest chunk": "best of the 512-token chunks, a vector each",
-        "mean of the chunks": "mean of the 512-token chunks",
-        f"one pass by `{whole}`": f"extended, untrained {whole}",
-        "one pass by exact attention": "extended, exact",
-    }
-    figures = "; ".join(f"{name} {found[way]['recall_at_1']:.3f}" for name, way in ways.items())
-    words = " ".join(LONG).replace(whole, f"`{whole}`")
-    return f"{words} Recall at 1, a MiniLM, {record.meta['documents']} manuals: {figures} ({record.link})."
+    return " ".join(LONG).replace(whole, f"`{whole}`")
 
 
 def written() -> str:
@@ -289,30 +281,24 @@ def instead() -> str:
 
 
 def recommended() -> str:
-    """Three recommendations for README: time and results at 4,096 tokens, those of a row from one record."""
-    whole, positions, study = map(measured.newest, ("whole-models", "by-position", "study-byte-lm-convolved"))
-    at = f"{measured.FAR:,} tokens"
-    asked = ("modernbert", "forward", measured.FAR)
-    row = next(row for row in whole.held["rows"] if (row["case"], row["what"], row["length"]) == asked)
-    blocks = "BlockLocal(block_size=256)"
-    readers = {row["reader"]: row for row in positions.held["rows"]}
-    own, exact = readers[f"extended, untrained {blocks}"], readers["extended, exact"]
+    """Three recommendations for README beside exact attention: time and quality at one length, from one record."""
+    study = measured.newest("study-byte-lm-learned")
     steps: dict[str, list[float]] = {}
     for each in study.held["results"]:
         steps.setdefault(each["mechanism"], []).append(each["step_seconds"])
     learnt = measured.learned(study)
+    takes = {
+        "WKV()": "a language model of long texts",
+        "Local(window=64) + WKV()": "the same, with exact attention to near tokens",
+        "Local(window=64)": "near tokens alone",
+        measured.EXACT: "(exact attention)",
+    }
     rows = [
-        ("the model's own results", "`swap(model)`", f"{times(row['times'])}, a ModernBERT",
-         f"outputs differ by {row['difference']:.0e}", whole),
-        ("one pass beyond the model's positions", f"`{blocks}`, untrained",
-         f"{times(own['tokens_per_second'] / exact['tokens_per_second'])}, a small Llama",
-         f"{own['bits_per_byte'][-1]:.3f} bits per byte; exact {exact['bits_per_byte'][-1]:.3f}", positions),
-        ("training from scratch, in equal time", "`WKV()`",
-         f"{times(fmean(steps[measured.EXACT]) / fmean(steps['WKV()']))}, a training step",
-         f"{learnt['WKV()']:.3f} bits per byte; exact {learnt[measured.EXACT]:.3f}", study),
-    ]  # fmt: skip
-    cells = [(*words, f"[{record.name[11:-5]}](records/{record.name})") for *words, record in rows]
-    return table(("you need", "take", f"time at {at}", f"results at {at}", "record"), cells)
+        (words, f"`{name}`", times(fmean(steps[measured.EXACT]) / fmean(steps[name])), f"{learnt[name]:.2f}")
+        for name, words in takes.items()
+    ]
+    heads = ("you train", "take", f"training step at {measured.FAR:,} tokens", "bits per byte, lower is better")
+    return f"{table(heads, rows)}\n\nRecord: [{study.name[11:-5]}](records/{study.name})."
 
 
 # records/README.md
@@ -432,6 +418,26 @@ def figures(name: str) -> str:
     return text.replace("](../records", "](../../records")
 
 
+def loops(name: str) -> str:
+    """The oracle of a mechanism, with the helpers of its file that it calls: float64 loops over one head."""
+    from tests.oracles import ORACLES
+
+    shown, pending = list[str](), [ORACLES[name]]
+    file = Path(inspect.getfile(ORACLES[name])).resolve().relative_to(ROOT)
+    while pending:
+        function = pending.pop()
+        source = inspect.getsource(function).rstrip()
+        shown = [source, *(each for each in shown if each != source)]
+        called = (getattr(inspect.getmodule(function), each, None) for each in re.findall(r"(\w+)\(", source))
+        pending += [
+            each for each in called
+            if inspect.isfunction(each) and each.__module__ == function.__module__ and each is not function
+        ]  # fmt: skip
+    code = "\n\n\n".join(shown)
+    words = f"`{file}` computes the formula in float64, one head in loops. It imports nothing of the library."
+    return f"{words} Tests compare every setting with it.\n\n```python\n{code}\n```"
+
+
 def page(name: str) -> str:
     """The page of a mechanism; its picture is drawn apart."""
     mechanism = catalogue.default(name)
@@ -441,15 +447,25 @@ def page(name: str) -> str:
     _, alt, caption = pictures.pattern(name)
     paper = re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", mechanism.traits.paper)
     parts = [f"# {name}", first, "## Idea", held["Idea"], "## Formula", f"```text\n{mechanism.traits.formula}\n```"]
-    parts += [f"Time `{mechanism.traits.cost}` ([letters](../mechanisms.md)). Source: {paper}."]
+    file = Path(inspect.getfile(type(mechanism))).resolve().relative_to(ROOT)
+    parts += [f"Time `{mechanism.traits.cost}` ([letters](../mechanisms.md)). Source: {paper}. File: `{file}`."]
     parts += ["## Pattern", f"![{alt}]({name}.svg)", caption, "## Settings", settings(mechanism)]
     parts += ["## What it cannot do", refusals(mechanism)]
     parts += [each for key in ("Limits", "Known faults elsewhere") if key in held for each in (f"## {key}", held[key])]
     shown = f"```{{eval-rst}}\n.. autoclass:: fast_attention.{name}\n   :no-index:\n   :members:\n```"
-    return "\n\n".join([*parts, "## Measured", figures(name), "## Class", shown]) + "\n"
+    parts += ["## Measured", figures(name), "## In loops", loops(name), "## Class", shown]
+    return "\n\n".join(parts) + "\n"
 
 
 # What the code says: the table of mechanisms, what runs on a GPU, rooms
+
+
+def source(paper: str) -> str:
+    """A paper as a short link: first author and year, or the page of a text that has one here."""
+    if "Fast Attention" in paper:
+        return "[Jiang and Zuo](papers/fast_attention.md)"
+    links = re.findall(r"([A-Z][\w-]*)[^;]*? (\d{4}), arXiv (\d{4}\.\d{4,5})", paper)
+    return "; ".join(f"[{author} {year}](https://arxiv.org/abs/{number})" for author, year, number in links) or paper
 
 
 def overview() -> str:
@@ -461,7 +477,7 @@ def overview() -> str:
         cross = yes[t.cross] if isinstance(mechanism, Attention) else "mixer"
         weights = " + ".join(word for word, has in (("learned", t.learned), ("random", t.random)) if has) or "none"
         can = (yes[t.causal], yes[t.padding], cross, yes[t.mask], t.memory or "-")
-        rows.append((label, t.cost, *can, weights + ", to max_len" * t.bounded, t.paper))
+        rows.append((label, t.cost, *can, weights + ", to max_len" * t.bounded, source(t.paper)))
     heads = ("mechanism", "time", "causal", "padding", "cross", "any mask", "decoding state", "weights", "source")
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *(f"mechanisms/{name}" for name in catalogue.names()), "```"])
     return f"{table(heads, rows)}\n\n{toctree}"
@@ -537,7 +553,6 @@ def fresh(path: Path) -> str:
 
 def generated() -> dict[Path, str]:
     """Every file in the repository that is made here or holds what is made here, and its text."""
-    sys.path.insert(0, str(ROOT))  # experiments/ is of the checkout, not of the package
     from experiments import pages
 
     def drawn(draw: Callable[[measured.Record], str], record: measured.Record) -> str:

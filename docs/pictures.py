@@ -83,11 +83,11 @@ def pattern(name: str) -> tuple[str, str, str]:
             axes.set_xlabel("keys" if "weight" in words else "inputs")
             axes.set_ylabel("queries" if "weight" in words else "outputs")
         picture = svg(figure, alt)
-    passages = " and ".join(f"{each.start} to {each.stop - 1}" for each in REPEATED)
+    passages = "Tokens " + " and ".join(f"{each.start} to {each.stop - 1}" for each in REPEATED)
     caption = (
-        f"`{value(name)!r}` on {TOKENS} seeded tokens that change slowly, {passages} being the same passage: {words}"
+        f"`{value(name)!r}` on {TOKENS} seeded tokens that change slowly. {passages} are the same passage. Drawn is "
+        f"{words}. Brighter is more, on a square-root scale of each panel. Learned weights are untrained."
     )
-    caption += ", brighter is more, on a square-root scale of each panel. Learned weights are untrained."
     return picture, alt, caption
 
 

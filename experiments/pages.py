@@ -31,7 +31,8 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def page(chosen: Reproduction, record: Reproduced, source: Path) -> str:
     """The page of a record: the sentence first, then tables, picture, reasons, and how it was measured."""
     meta, verdicts = record.meta, {True: "**agrees**", False: "disagrees", None: "not measured"}
-    claims = [[claim.paper, claim.ours, verdicts[claim.holds]] for claim in chosen.claims(record)]
+    points = sorted(chosen.claims(record), key=lambda claim: claim.holds is not False)  # disagreement first
+    claims = [[claim.paper, claim.ours, verdicts[claim.holds]] for claim in points]
     parts = [
         f"# {chosen.title}", chosen.sentence(record), f"*{chosen.paper}.*",
         f"![{chosen.picture(record)[1]}]({chosen.name}.svg)",
@@ -40,13 +41,19 @@ def page(chosen: Reproduction, record: Reproduced, source: Path) -> str:
     for each in chosen.tables(record):
         parts += [f"## {each.title}", table(each.heads, each.rows)]
     parts += ["## Why they differ", "\n".join(f"- {reason}" for reason in chosen.why(record))]
-    load = f"{meta['load_average']} before and {meta['load_average_after']} after"
+    measured = {
+        "day": f"{meta['started'][:10]}, {meta['seconds']:,.0f} s",
+        "machine": f"{meta['hardware']}, {meta['threads']} of {meta['cores']} threads",
+        "load average": f"{meta['load_average']} before, {meta['load_average_after']} after",
+        "versions": f"fast-attention {meta['fast_attention']} ({meta['commit']}), torch {meta['torch']}, "
+        f"Python {meta['python']}",
+        "record": f"`{source.relative_to(ROOT)}`",
+    }
+    if meta["command"][0] != "python":
+        measured["command of then"] = f"`{shlex.join(meta['command'])}`"
     parts += [
         "## How to measure it again", f"```\n{command(chosen, meta['command'])}\n```",
-        f"Measured on {meta['started'][:10]} in {meta['seconds']:,.0f} s: {meta['hardware']}, {meta['threads']} of "
-        f"{meta['cores']} threads, load average {load}; fast-attention {meta['fast_attention']} ({meta['commit']}), "
-        f"torch {meta['torch']}, Python {meta['python']}. Record: `{source.relative_to(ROOT)}`"
-        + (f", by the command of then, `{shlex.join(meta['command'])}`." if meta["command"][0] != "python" else "."),
+        table(["measured", ""], ([name, value] for name, value in measured.items())),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
@@ -64,15 +71,14 @@ def overview(records: Iterable[tuple[Reproduction, Reproduced, Path]]) -> str:
     for chosen, record, _ in records:
         claims = chosen.claims(record)
         agree = f"{sum(claim.holds is True for claim in claims)} of {len(claims)}"
-        rows.append(
-            [f"[{chosen.title}](reproductions/{chosen.name}.md) ({chosen.paper})", agree, chosen.sentence(record)]
-        )
-    held = table(["reproduction", "points that agree", "what differs"], rows)
+        wrong = "; ".join(claim.paper for claim in claims if claim.holds is False)
+        rows.append([f"[{chosen.title}](reproductions/{chosen.name}.md) ({chosen.paper})", agree, wrong or "-"])
+    held = table(["reproduction", "points that agree", "points that the record disagrees with"], rows)
     words = (
-        "Papers' figures and tables measured here, each by a script of `experiments/reproductions` that runs from a "
-        "checkout (`python -m experiments.reproductions.NAME`), by default within 30 minutes on two cores; each page "
-        "says how long its record took. Published numbers are theirs, ours are of the newest record, and where they "
-        "disagree the first line of the page says so. This page and all others are written by `python docs/build.py`."
+        "Papers' figures and tables, measured here. Each has a script in `experiments/reproductions` that runs from a "
+        "clone: `python -m experiments.reproductions.NAME`. By default it takes at most 30 minutes on two cores. "
+        "Published numbers are the papers', ours are of the newest record. Each page begins with the points that "
+        "disagree."
     )
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *(f"reproductions/{row[0].name}" for row in records), "```"])
     return "\n\n".join(["# Reproductions", words, held, toctree]) + "\n"

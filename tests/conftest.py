@@ -20,7 +20,7 @@ QUICK = [
         "log_manhattan", "lsh", "sinkhorn", "mixers", "biases", "core", "engine", "nn",
         "hf/test_swapped.py", "integrations/test_swap.py", "integrations/test_swap_torch.py",
         "test_attention.py", "test_catalogue.py", "test_files.py", "test_functional.py", "test_grouped.py",
-        "test_house.py", "test_names.py", "test_oracles.py", "test_packed.py",
+        "test_house.py", "test_names.py", "test_oracles.py", "test_packed.py", "test_prose.py",
     )
 ]  # fmt: skip
 

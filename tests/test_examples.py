@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ast
 import os
+import re
+import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+from fast_attention import cli
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 
 
 def test_there_are_examples() -> None:
@@ -27,6 +33,30 @@ def test_example_runs(script: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 2, "an example says what it found"
+
+
+def test_a_command_checks_the_mechanism_of_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/guides/your_mechanism.md: what it says of laws that break is true of its file."""
+    page = (ROOT / "docs" / "guides" / "your_mechanism.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^fast-attention check .*$", page, re.M)
+    monkeypatch.chdir(SCRIPTS[0].parent)
+    for without, broken in (
+        ("", []),
+        ("    @in_float32\n", ["low precision", "autocast"]),
+        (", export=False", ["torch.export, dynamic length"]),
+    ):
+        source = Path("top_keys.py").read_text(encoding="utf-8")
+        assert source.count(without) == 1 or not without
+        module = types.ModuleType("top_keys")
+        monkeypatch.setitem(sys.modules, "top_keys", module)
+        exec(source.replace(without, "") if without else source, module.__dict__)
+        with pytest.raises(SystemExit) as stop:
+            cli.main(shlex.split(line)[1:])
+        said = capsys.readouterr().out
+        assert bool(stop.value.code) == bool(broken), said
+        assert [row.split("  ")[0] for row in said.splitlines() if " broken " in row] == broken
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

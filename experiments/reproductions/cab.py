@@ -182,17 +182,19 @@ def why(record: Reproduced) -> list[str]:
     """The reasons."""
     longest = max(times(record, UNFUSED), default=0)
     return [
-        "Their script reads the clock around calls on a GPU without waiting for the GPU, so that short calls take "
-        "what starting kernels takes; it fits a parabola to exact attention and a line to the others, and takes where "
-        "they meet. Here every call ends before the clock is read, and the length is where measured times cross.",
-        "They timed on a GPU, where scores of short sequences cost little beside starting kernels; here it is a CPU, "
-        "on which exact attention without fusion is bound by memory from some hundred tokens on.",
-        f"Unfused attention holds two matrices of scores, {HEADS} n^2 numbers each for one sequence of the batch; they "
-        f"go one after the other. It was measured up to {longest:,} tokens. Fused is torch's own, the one to beat.",
-        "Shapes are theirs (512 wide, 8 heads, batches of 4, 16 landmarks or slots, windows of 16 to each side). Their "
-        "projections, the same for all, do not move the crossing and are left out; so is dropout. The number of "
-        "random features is not in their script: 64 here.",
-        "ABC, LARA and Agent left the library after this record: the script times the others.",
+        "Their script reads the clock around calls on a GPU without waiting for the GPU. Short calls then take what "
+        "starting kernels takes. Here every call ends before the clock is read.",
+        "Their script fits a parabola to exact attention and a line to the others, and takes where they meet. Here the "
+        "length is where measured times cross.",
+        "They timed on a GPU, where scores of short sequences cost little beside starting kernels. Here it is a CPU. "
+        "There exact attention without fusion is bound by memory from short lengths on.",
+        f"Unfused attention holds two matrices of scores for one sequence of the batch, {HEADS} n^2 numbers each. The "
+        f"sequences go one after the other. It was measured up to {longest:,} tokens.",
+        "Fused attention is torch's own, the one to beat.",
+        "Shapes are theirs: 512 wide, 8 heads, batches of 4, 16 landmarks or slots, windows of 16 to each side. The "
+        "number of random features is not in their script: 64 here.",
+        "Projections are the same for all and do not move the crossing. They are left out, and so is dropout.",
+        "ABC, LARA and Agent left the library after this record. The script times the others.",
     ]
 
 

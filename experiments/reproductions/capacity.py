@@ -387,18 +387,18 @@ def why(record: Reproduced) -> list[str]:
     """The reasons."""
     late = sum(row["stopped"] == "time" for row in record.rows)
     return [
-        "The task, the sizes of the model, Adam at 0.001, batches of 32, an evaluation every 100 steps and the end at "
-        "a loss of 0.001 or after 11 evaluations without progress are theirs; seeds and the order of draws are not.",
-        f"Time ended {late} of {len(record.rows)} trainings here, which their rules would have let go on: hollow in "
-        "the picture, with a star in the table, and no statement above rests on them.",
-        "Their FAVOR+ draws its projection anew in every pass, does not divide queries and keys by the fourth root of "
-        "their width, and divides by no largest term: where keys are long, exp(-|k|^2 / 2) is zero in float32 and so "
-        "is the output, whose loss is then 0.5. Ours does both; fixed, its queries and keys are trained for it.",
+        "The task, the model's sizes, Adam at 0.001, batches of 32 and an evaluation every 100 steps are theirs. So is "
+        "the end: a loss of 0.001, or 11 evaluations without progress. Seeds and the order of draws are not.",
+        f"Time ended {late} of {len(record.rows)} trainings here, which their rules would have let go on. They are "
+        "hollow in the picture and have a star in the table. No verdict above rests on them.",
+        "Their FAVOR+ draws its projection anew in every pass and does not scale queries and keys. It divides by no "
+        "largest term. Where keys are long, exp(-|k|^2 / 2) is then zero in float32, and so is the output: a loss of "
+        "0.5. Ours scales and divides. The fixed one trains its queries and keys for its projection.",
         "Mechanisms that mix channel by channel (AFT, Manhattan) cannot carry one-hot values as wide as the "
-        "vocabulary: theirs are projected to 64 numbers and read out by a trained layer. No query picks a key.",
-        "The Taylor map has 1 + d + d^2 features: its queries and keys are 16 wide, as in Based, which makes 273.",
-        "ABC left the library after this record, and Hybrid's sliding windows: the script trains the others, and a "
-        "Hybrid with blocks.",
+        "vocabulary. Theirs are projected to 64 numbers and read out by a trained layer. No query picks a key.",
+        "The Taylor map has 1 + d + d^2 features. Its queries and keys are 16 wide, as in Based, which makes 273.",
+        "ABC left the library after this record, and so did Hybrid's sliding windows. The script trains the others, "
+        "and a Hybrid with blocks.",
     ]
 
 

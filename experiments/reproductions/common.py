@@ -121,18 +121,14 @@ class Reproduction:
     source: str = "the paper"
 
     def sentence(self, record: Reproduced) -> str:
-        """Where the record disagrees with the paper, then where it agrees: the first line of the page."""
+        """How often the record disagrees with the paper and agrees: the first line of the page."""
         claims = self.claims(record)
         wrong = [claim for claim in claims if claim.holds is False]
-        right = [f"{claim.paper} ({claim.ours})" for claim in claims if claim.holds]
-        unknown = [claim.paper for claim in claims if claim.holds is None]
-        parts = [f"Disagrees with {self.source} in {len(wrong)} of {len(claims)} points."] if wrong else []
-        says = "It says" if self.source == "the paper" else "They say"
-        parts += [f"{says} that {claim.paper}; here {claim.ours}." for claim in wrong]
-        if right:
-            head = "Agrees" if wrong or unknown else f"Agrees with {self.source} in all {len(claims)} points"
-            parts.append(f"{head}: {'; '.join(right)}.")
-        return " ".join([*parts, *([f"Not measured: {'; '.join(unknown)}."] if unknown else [])])
+        unknown = [claim for claim in claims if claim.holds is None]
+        right = len(claims) - len(wrong) - len(unknown)
+        counts = [f"disagrees with {self.source} in {len(wrong)}"] * bool(wrong) + [f"agrees in {right}"]
+        counts += [f"did not measure {len(unknown)}"] * bool(unknown)
+        return f"Of {len(claims)} points the record {', and '.join(counts)}."
 
     def picture(self, record: Reproduced) -> tuple[str, str]:
         """The figure as SVG, and its alternative text."""

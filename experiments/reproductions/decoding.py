@@ -192,15 +192,15 @@ def tables(record: Reproduced) -> list[Table]:
 def why(record: Reproduced) -> list[str]:
     """The reasons."""
     return [
-        "The paper counts images a second on a GPU with as many images at once as fit; here it is one image on a CPU. "
-        "Without a cache a token costs a pass over all tokens before it, and that pass uses a machine better than a "
-        "single token does, most of all on a GPU: there many images at once make up for it, here nothing does.",
-        f"The model is the paper's for CIFAR-10, {LAYERS} layers of {WIDTH}, at both lengths. Its weights are random, "
-        "which time does not depend on.",
-        "Exact attention with a cache, which everybody has today, is the baseline to beat; the paper has it in its "
-        "appendix only. It reads all keys for every token.",
-        "The time of an image is the sum over its tokens: some were timed, the others lie on lines between them.",
-        f"Exact attention alone is measured up to {CACHE:,} tokens: to read them it needs all pairs.",
+        "The paper counts images a second on a GPU, with as many images at once as fit. Here it is one image on a CPU.",
+        "Without a cache a token costs a pass over all tokens before it. On a CPU such a pass uses the machine better "
+        "than a single token does. On a GPU many images at once make up for it.",
+        f"The model is the paper's for CIFAR-10, {LAYERS} layers of {WIDTH}, at both lengths. Its weights are random; "
+        "time does not depend on them.",
+        "Exact attention with a cache is the baseline to beat. The paper has it in its appendix only. It reads all "
+        "keys for every token.",
+        "The time of an image is the sum over its tokens. Some were timed; the others lie on lines between them.",
+        f"Exact attention alone is measured up to {CACHE:,} tokens. To read them it needs all pairs.",
     ]
 
 

@@ -184,16 +184,18 @@ def tables(record: Reproduced) -> list[Table]:
 def why(record: Reproduced) -> list[str]:
     """The reasons."""
     return [
-        "With one bucket for all tokens our attention is the union of all sets that any rounds could give, with the "
-        "same scores and the same rule that a token attends to itself only where it is alone. So there is no reason "
-        "for chance, and none is found. The paper does not say what its full attention does otherwise; without that "
-        "rule a token of shared queries and keys is nearest to itself, which may be the cause.",
-        f"The paper has w of 511 symbols, 150,000 steps, width 256; here w has {TASK.words}, there are "
-        f"{record.rows[0]['steps']} steps of {SETTINGS.batch_size} sequences, width {MODEL['width']}, {BUCKETS} "
-        f"buckets in chunks of {BUCKET_SIZE}. The shorter sequence is the easier one: fewer tokens share a bucket.",
-        f"Rotations are drawn anew at every pass, in training too, as in the paper; cells are means of {DRAWS} draws, "
-        "those of full attention, for which nothing is drawn, of one reading.",
-        "Ours splits buckets by rank, so that nothing later moves a chunk's border; the published layout sorts the "
+        "Full attention here is LSH with one bucket for all tokens. That is the union of all sets that any rounds "
+        "could give, with the same scores. A token attends to itself only where it is alone, as in hashing. So there "
+        "is no reason for chance, and none is found.",
+        "The paper does not say how its full attention differs. Without the rule a token of shared queries and keys is "
+        "nearest to itself, which may be the cause.",
+        "The paper has w of 511 symbols, 150,000 steps and width 256. Here w has "
+        f"{TASK.words}, there are {record.rows[0]['steps']} steps of {SETTINGS.batch_size} sequences, width "
+        f"{MODEL['width']}, and {BUCKETS} buckets in chunks of {BUCKET_SIZE}. The shorter sequence is easier, since "
+        "fewer tokens share a bucket.",
+        "Rotations are drawn anew at every pass, in training too, as in the paper. "
+        f"Cells are means of {DRAWS} draws; full attention draws nothing and is read once.",
+        "Ours splits buckets by rank, so that no later token moves a chunk's border. The published layout sorts the "
         "whole sequence.",
     ]
 

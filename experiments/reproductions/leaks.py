@@ -233,16 +233,17 @@ def tables(record: Reproduced) -> list[Table]:
 def why(record: Reproduced) -> list[str]:
     """The reasons."""
     return [
-        "performer-pytorch takes the maximum for its exponentials over all tokens, later ones and masked ones too; "
-        "masked keys are zeroed in the values only.",
-        "reformer-pytorch sorts the whole sequence by bucket and cuts it into chunks: a later token moves every border "
+        "performer-pytorch takes the maximum for its exponentials over all tokens, later and masked ones too. It "
+        "zeroes masked keys in the values only.",
+        "reformer-pytorch sorts the whole sequence by bucket and cuts it into chunks. A later token moves every border "
         "behind it. Masking later positions does not undo that.",
         "nystrom-attention scales its iterative inverse by a maximum over the whole batch.",
         "aft-pytorch exponentiates keys without taking a maximum away.",
         "sinkhorn-transformer averages blocks, masked tokens included. Its causal layer keeps the law of the future.",
-        "Inputs and weights are random. A law replaces tokens that an output must not depend on by a random token "
-        "added to them, the sum 6, -6, 60 or 10,000 times as large, and compares the outputs before and after. A leak "
-        "there is a leak, its size in a trained model is another. The laws and their limits are on the page of laws.",
+        "Inputs and weights are random. A leak there is a leak; its size in a trained model is another.",
+        "A law replaces tokens that an output must not depend on. To each a random token is added, and the sum is "
+        "multiplied by 6, -6, 60 or 10,000. The outputs before and after are compared. The laws and their limits are "
+        "on the page [laws](../laws.md).",
     ]
 
 

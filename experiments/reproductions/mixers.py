@@ -261,17 +261,15 @@ def why(record: Reproduced) -> list[str]:
     rows = trainings(record.rows)
     seconds = math.fsum(row["result"]["curve"][-1][1] for row in rows) / max(len(rows), 1)
     return [
-        "No paper measures them side by side, so there is no published table. Their numbers are of models a hundred "
-        "times as large, trained a thousand times as long.",
+        "No paper measures them side by side, so there is no published table. Their models are a hundred times as "
+        "large, and trained a thousand times as long.",
         f"Each of {len(rows)} runs had {rows[0]['steps'] if rows else 'no'} steps of {TOKENS:,} bytes, about "
-        f"{seconds:.0f} s: in so short a training what counts is how soon a mixer finds the neighbours of a byte. A "
-        "window and rotary positions say where they are; weights for each position must learn it at every position.",
-        "Parameters are made equal by the width of the feed-forward layers. Weights of L x L positions alone are more "
-        "than a whole model's: such mixers keep feed-forward layers of one unit and have the parameters that the table "
-        "says.",
-        f"Times are taken in turns with exact attention in the same rounds: load average {record.meta['load_average']} "
-        f"before and {record.meta.get('load_average_after')} after on {record.meta['cores']} cores. Where that is more "
-        "than the cores, times are those of a busy machine, and only their order means something.",
+        f"{seconds:.0f} s. In so short a training it counts how soon a mixer finds the neighbours of a byte. A window "
+        "and rotary positions say where they are. Weights for each position must learn it at every position.",
+        "Parameters are made equal by the width of the feed-forward layers. Weights of L x L positions alone exceed a "
+        "whole model's. Such mixers keep feed-forward layers of one unit; the table has their parameters.",
+        f"Times are taken in turns with exact attention in the same rounds, on {record.meta['cores']} cores. Where the "
+        "load below is more than the cores, only the order of times means something.",
     ]
 
 

@@ -212,18 +212,17 @@ def why(record: Reproduced) -> list[str]:
     won = [scale for scale in useful if trigonometric_ratio(record, scale) > 1]
     both = f"at {_listed(won)}" if won else "at none of these scales"
     return [
-        f"Positive features beat uniform weights and trigonometric features {both}: {COMPARED} of them beat uniform "
-        f"weights at {_listed(useful) if useful else 'none'}.",
-        "The paper says of its inputs only that they are suitably normalised. The errors depend on their scale more "
-        "than on anything else: of positive features they grow with |q + k|, of trigonometric ones with |q - k| and "
-        "where attention weights are small, so that the scale decides which line is lower.",
-        "The paper draws means over 15 draws. Here they are medians: at 1 the estimates have tails so heavy that a "
-        "mean is that of its worst draw. Flat lines there are no mistake: with fewer features than about "
-        "e^(|q + k|^2) nothing averages out.",
+        f"Positive features beat both uniform weights and trigonometric features {both}.",
+        f"{COMPARED} positive features beat uniform weights at {_listed(useful) if useful else 'none'}.",
+        "The paper says of its inputs only that they are suitably normalised. The errors depend most on their scale. "
+        "Those of positive features grow with |q + k|. Those of trigonometric ones grow with |q - k|, and where "
+        "attention weights are small. So the scale decides which line is lower.",
+        "The paper draws means over 15 draws. Here they are medians: at 1 a mean would be that of its worst draw. Flat "
+        "lines there are no mistake: with fewer features than about e^(|q + k|^2) nothing averages out.",
         "The paper does not draw uniform weights. An error above theirs is worse than not looking at the queries.",
-        "Trigonometric features are counted by rows of the projection; each gives a sine and a cosine.",
-        "Our orthogonal directions have the signs of their QR decomposition corrected, without which they are not "
-        "uniform on the sphere; the official code leaves that out. At these numbers of features it does not show.",
+        "Trigonometric features are counted by rows of the projection. Each row gives a sine and a cosine.",
+        "Our orthogonal directions have the signs of their QR decomposition corrected, or they would not be uniform on "
+        "the sphere. The official code leaves that out. At these numbers of features it does not show.",
     ]
 
 

@@ -175,18 +175,19 @@ def why(record: Reproduced) -> list[str]:
     joined = " ".join(row["mechanism"] for row in record.of(family=BOTH))
     near = [f"`{each}`" for each in dict.fromkeys(re.findall(r"near=(\w+\(\w+=\d+\))", joined))]
     return [
-        f"The papers recall up to 64 pairs among 8,192 kinds of tokens in contexts up to 1,024, after 32 epochs of "
-        f"180,000 sequences with the best of four rates; here {TASK.pairs} pairs among {TASK.vocab} kinds in contexts "
-        f"of {TASK.context}, {record.rows[0]['steps']} steps of {SETTINGS.batch_size} sequences, one rate. So sizes of "
-        "state are some hundred times smaller, and only the shape of the curves compares.",
-        f"Guesses come to more than with 8,192 kinds: {chance}. What is no better than these has not begun to look "
-        "up in so few steps, which says how slowly it learns here, not what its state can hold.",
-        "A window recalls what is asked again within its reach, which two layers and a convolution of four tokens "
-        "lengthen; it reaches all at the length of the context.",
-        "Based is linear attention with Taylor features in layers that alternate with windows; here a Hybrid joins "
-        f"near tokens ({', '.join(near)}) and features under one normaliser, in both layers. The script "
-        "trains blocks: Hybrid takes sliding windows no longer. Learnt features, which need ten times as many steps, "
-        "are left out.",
+        "The papers recall up to 64 pairs among 8,192 kinds of tokens in contexts of up to 1,024. They train 32 epochs "
+        "of 180,000 sequences at the best of four rates.",
+        f"Here there are {TASK.pairs} pairs among {TASK.vocab} kinds in contexts of {TASK.context}, and one rate for "
+        f"{record.rows[0]['steps']} steps of {SETTINGS.batch_size} sequences. Sizes of state are some hundred times "
+        "smaller. Only the shape of the curves compares.",
+        f"Guesses come to more than with 8,192 kinds: {chance}. What is no better has not begun to look up in so few "
+        "steps. That says how slowly it learns here, not what its state can hold.",
+        "A window recalls what is asked again within its reach. Two layers and a convolution of four tokens lengthen "
+        "the reach. At the length of the context it is everything.",
+        "Based alternates layers of linear attention with Taylor features and layers of windows. Here a Hybrid joins "
+        f"near tokens ({', '.join(near)}) and features under one normaliser, in both layers.",
+        "The script trains blocks: Hybrid takes sliding windows no longer. Learnt features need ten times as many "
+        "steps and are left out.",
         "Sizes are counted from the decoding state itself, of both layers and their convolutions.",
     ]
 

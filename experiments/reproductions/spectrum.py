@@ -216,14 +216,14 @@ def why(record: Reproduced) -> list[str]:
     """The reasons."""
     at = {kind: curve(record, kind)[RANK] for kind in KINDS}
     return [
-        f"The paper reads Wiki103 and IMDB with RoBERTa, 12 and 24 layers; here {record.rows[0]['model']}, of "
+        f"The paper reads Wiki103 and IMDB with RoBERTa, 12 and 24 layers. Here {record.rows[0]['model']}, of "
         f"{len(layers(record))} layers, reads {len(record.rows)} passages of prose and documentation.",
-        "The paper shows no other matrices beside its own. The nulls keep of each head how far its scores spread "
-        "within a row (random queries and keys, random scores), or all the weights of each row (permuted rows).",
-        f"{CONTENT.capitalize()} keep the width of a head as well: their scores have a rank of at most the width, and "
-        f"the share is {at[CONTENT]:.3f} with nothing learnt. {PERMUTED.capitalize()}, as sharp as the model's, have "
-        f"{at[PERMUTED]:.3f}.",
-        "A share of the sum is no error of an approximation: Linformer's projection is the same for all inputs, the "
+        "The paper shows no other matrices beside its own. The nulls keep one thing of each head. Random queries and "
+        "keys, and random scores, keep how far its scores spread within a row. Permuted rows keep all the weights.",
+        f"{CONTENT.capitalize()} keep the width of a head as well. Their scores have a rank of at most the width, and "
+        f"the share is {at[CONTENT]:.3f} with nothing learnt.",
+        f"{PERMUTED.capitalize()}, as sharp as the model's, have {at[PERMUTED]:.3f}.",
+        "A share of the sum is no error of an approximation. Linformer's projection is the same for all inputs; the "
         "singular vectors are not.",
     ]
 

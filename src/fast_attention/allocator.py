@@ -44,7 +44,7 @@ def keep_memory(mebibytes: int | None = 1024) -> bool:
 
 
 def freed_memory() -> str:
-    """What becomes of freed memory in this process, as far as ``keep_memory`` has set it."""
+    """The policy for freed memory in this process, as far as ``keep_memory`` has set it."""
     return _freed_memory[0]
 
 

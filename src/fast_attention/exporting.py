@@ -196,7 +196,7 @@ def _root(error: BaseException) -> str:
 
 
 def _constraints(error: BaseException) -> str:
-    """What torch found about the sizes that are to stay open, and what it suggests; empty for any other error."""
+    """Name the sizes that torch could not keep open, and what it suggests; empty for any other error."""
     found = re.findall(r"^  - (.*?)\.?(?: If you.*)?$", str(error), re.MULTILINE)
     fixes = re.search(r"Suggested fixes:\n((?: +.*(?:\n|$))+)", str(error))
     would_work = f". What would work: {', '.join(line.strip() for line in fixes[1].splitlines())}" if fixes else ""

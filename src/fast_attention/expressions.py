@@ -62,7 +62,7 @@ class Parser:
         return value
 
     def instead(self, given: object) -> str:
-        """What is wrong with something that is neither a value of the kind nor a text, and what to write."""
+        """Say why something is neither a value of the kind nor a text, and what to write."""
         if isinstance(given, type) and issubclass(given, self.base) and not inspect.isabstract(given):
             return f"{given.__name__} is a class: write {given.__name__}()"
         if setting := self._setting(given):
@@ -70,7 +70,7 @@ class Parser:
         return f"a {self.kind} is a value or a text, such as {self.example}; got {in_words(given)}"
 
     def _setting(self, value: object) -> str:
-        """Of a value that is a setting of the kind: where it is written. Empty for anything else."""
+        """Find where a value that is a setting of the kind is written; empty for anything else."""
         for kind in self.values.values() if is_dataclass(value) and not isinstance(value, type) else ():
             for field in fields(kind) if issubclass(kind, self.base) and is_dataclass(kind) else ():
                 with suppress(ValueError, TypeError):
@@ -127,7 +127,7 @@ class Parser:
 
 
 def in_words(value: object) -> str:
-    """What an argument of the wrong type is, for errors: a class, a function by name, or the type of the value."""
+    """Name an argument of the wrong type for an error: a class, a function by name, or the type of the value."""
     if isinstance(value, type):
         return f"the class {value.__name__}: write {value.__name__}(...)"
     if inspect.isroutine(value):

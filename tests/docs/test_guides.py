@@ -22,7 +22,7 @@ def blocks(page: Path) -> list[str]:
     return [textwrap.dedent(code) for _, code in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
-PAGES = [page for page in (*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("guides/*.md"))) if blocks(page)]
+PAGES = [page for where in ("*.md", "guides/*.md", "papers/*.md") for page in sorted(DOCS.glob(where)) if blocks(page)]
 
 
 @pytest.fixture
@@ -65,5 +65,6 @@ def test_pages_that_should_show_code_do() -> None:
     shown = {page.name for page in PAGES}
     assert shown >= {
         "tensors.md", "model.md", "swap.md", "convert.md", "decode.md", "packed.md", "positions.md", "images.md",
-        "maps.md", "export.md", "long.md", "parallel.md", "gpu.md", "laws.md",
+        "maps.md", "export.md", "long.md", "parallel.md", "gpu.md", "laws.md", "fast_attention.md", "lecture.md",
+        "two_approaches.md", "aft.md",
     }  # fmt: skip

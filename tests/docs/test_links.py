@@ -13,7 +13,7 @@ LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^( *)(`{3,})[^{\n]*\n.*?^\1\2`*$", re.S | re.M)
 INCLUDE = re.compile(r"^```\{(?:include|literalinclude)\} (\S+)", re.M)
 DOCS = ROOT / "docs"
-BUILT = {"_build", "mechanisms", "auto_gallery"}  # folders that a build makes
+BUILT = {"_build", "mechanisms", "auto_gallery", "auto_start"}  # folders that a build makes
 
 
 def sources() -> list[Path]:
@@ -70,7 +70,8 @@ def test_every_relative_link_leads_somewhere(pages: dict[Path, str]) -> None:
 
 def test_a_wrong_link_is_seen() -> None:
     page = ROOT / "docs" / "page.md"
-    text = "[a](index.md) [b](index.md#four-uses) [c](nowhere.md) [d](index.md#nowhere) [e](https://x.org) ![f](no.svg)"
+    text = "[a](index.md) [b](index.md#is-it-for-you) [c](nowhere.md) [d](index.md#nowhere) [e](https://x.org)"
+    text += " ![f](no.svg)"
     assert broken(page, text, {}) == ["nowhere.md", "index.md#nowhere", "no.svg"]
     assert broken(page, "```{include} ../NOTHING.md\n```", {}) == ["../NOTHING.md"]
     assert broken(page, "```\n[c](nowhere.md)\n```", {}) == []

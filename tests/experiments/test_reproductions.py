@@ -111,10 +111,11 @@ def test_pages_are_of_the_newest_records_and_disagreement_comes_first() -> None:
         assert path.suffix == ".svg" or path.read_text(encoding="utf-8") == text, "run `python docs/build.py`"
     claims = [Claim("a", "so it is", True), Claim("b", "twice that", False), Claim("c", "nothing", None)]
     chosen = replace(performer.REPRODUCTION, claims=lambda _: claims)
-    assert chosen.sentence(Reproduced({})) == (
-        "Disagrees with the paper in 1 of 3 points. It says that b; here twice that. Agrees: a (so it is). "
-        "Not measured: c."
-    )
+    said = "Of 3 points the record disagrees with the paper in 1, and agrees in 1, and did not measure 1."
+    assert chosen.sentence(Reproduced({})) == said
+    record, path = newest("performer")
+    rows = re.findall(r"^\| (\w) \| .* \| (.*) \|$", pages.page(chosen, record, path), re.M)
+    assert rows == [("b", "disagrees"), ("a", "**agrees**"), ("c", "not measured")]
     for script in SCRIPTS:
         assert script.REPRODUCTION.minutes <= 30
         assert re.search(r"arXiv \d{4}\.\d{5}", script.REPRODUCTION.paper)

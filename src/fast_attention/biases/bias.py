@@ -1,4 +1,4 @@
-"""What a bias is: a value that says what the scores of a query and a key gain by their distance."""
+"""Position biases: values that say what the scores of a query and a key gain by their distance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fast_attention.value import Value, at_least
 
 
 class Bias(Value, ABC):
-    """What scores gain by the offset ``j - i`` of key j and query i, which stands at i + S - L of S keys.
+    """A position bias: a number for each offset ``j - i`` of key j and query i, which stands at i + S - L of S keys.
 
     To use your own, subclass it as a ``@dataclass(frozen=True, repr=False)`` with ``terms``; one with weights says
     ``learned`` and has them made by ``weights``.
@@ -73,7 +73,7 @@ class Biased(Sunk):
         return self.sinks or (self.bias is not None and self.bias.learned)
 
     def weights(self, shape: Shape) -> Any:
-        """Those of the bias, behind the scores of the sinks."""
+        """Fresh weights of the bias, behind the scores of the sinks."""
         bias = () if self.bias is None else self.bias.weights(shape)
         return super().weights(shape)._replace(bias=bias) if self.sinks else bias
 
@@ -139,7 +139,7 @@ class ALiBi(Bias):
             raise ValueError("ALiBi(slopes=()): slopes are one number for each head, or None for the paper's")
 
     def terms(self, offsets: Int[Tensor, "offsets"], w: tuple[()], like: Tensor, *, scale: float) -> Terms:
-        """The same for an offset and its negative.
+        """Equal numbers for an offset and its negative.
 
         Raises:
             ValueError: There are slopes for another number of heads.
@@ -223,7 +223,7 @@ class T5Buckets(Bias):
 
 
 class RelativeWeights(NamedTuple):
-    """What every head adds to its queries, before keys and before distances, and its map of the sinusoids."""
+    """The vectors that every head adds to its queries, before keys and before distances, and its map of the sinusoids."""
 
     u: Float[Tensor, "heads head_dim"]
     v: Float[Tensor, "heads head_dim"]

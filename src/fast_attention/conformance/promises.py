@@ -251,7 +251,7 @@ def _costs(mechanism: Any, n: int, is_causal: bool, device: str) -> tuple[int, i
 
 @law("refusals refuse by name")
 def refusals(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
-    """Whatever the traits deny is refused by name, and what would work is named."""
+    """Check that all that the traits deny is refused by name, and that the message names what would work."""
     mechanism = subject.mechanism
     if mechanism is None:
         return unclaimed("no declared traits")

@@ -212,7 +212,7 @@ class _Run:
         return self.result
 
     def _identity(self) -> dict[str, str]:
-        """What a conversion is of, by name: one with another model or other settings cannot resume from its file."""
+        """A conversion's model and settings, by name: another cannot resume from its file."""
         size = sum(p.numel() for p in self.original.parameters())
         limit = "" if self.exact_up_to is None else f", exact up to {self.exact_up_to}"
         return {
@@ -278,7 +278,7 @@ class _Run:
             self.watch({"stage": words, "step": step, "seconds": seconds, "loss": mean, "done": done})
 
     def _weights(self, stage: str) -> list[dict[str, Any]]:
-        """What a stage trains, as AdamW takes it, ``"top"`` the highest rate of each group."""
+        """The parameters that a stage trains, as AdamW takes it, ``"top"`` the highest rate of each group."""
         model, settings, everything = self.model, self.settings, self.settings.train == "model"
         maps = [parameter for bound in self.bounds.values() for parameter in bound.parameters()]
         known = {id(parameter) for parameter in maps}

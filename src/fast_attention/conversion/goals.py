@@ -1,4 +1,4 @@
-"""What a conversion learns: the teacher's readings, the loss of the fine-tune, and the figures that are reported."""
+"""Goals of a conversion: the teacher's readings, the loss of the fine-tune, and the figures that are reported."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def error(output: Tensor, reference: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Targets(NamedTuple):
-    """What a converted encoder is to give for a batch."""
+    """The outputs that a converted encoder is to give for a batch."""
 
     states: tuple[Tensor, ...]  # hidden states before the first block and behind every one, (B, L, D) each
     sentences: Tensor  # embeddings, (B, D)

@@ -38,7 +38,8 @@ COMMON = [
     "-fno-signed-zeros",
     "-Wno-psabi",
 ]
-FAST = ["-O3", "-DNDEBUG"]
+FAST = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-DNDEBUG"]
+SMALL = ["-Os", "-DNDEBUG"]  # what no call spends its time in
 SANITIZED = ["-O2", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # the file serves torch 2.11 and every later one
 
@@ -67,7 +68,8 @@ def build(file: Path, widths: Sequence[int], sanitize: bool = False) -> None:
     Raises:
         NotBuilt: No compiler, one that is too old or fails, no headers, or a folder that cannot be written.
     """
-    compiler = [*find_compiler(), *COMMON, *(SANITIZED if sanitize else FAST)]
+    compiler = [*find_compiler(), *COMMON, *(SANITIZED if sanitize else [])]
+    fast, small = ([], []) if sanitize else (FAST, SMALL)
     torch = _torch_folder()
     try:
         with files.atomic(file) as partial, tempfile.TemporaryDirectory() as folder:
@@ -77,9 +79,11 @@ def build(file: Path, widths: Sequence[int], sanitize: bool = False) -> None:
             # Narrow vectors first: of equal inline functions the linker keeps the first, which must run everywhere.
             library = [f"-DFAST_ATTENTION_HAS_{width}" for width in widths]
             library += [TARGET, "-isystem", str(torch / "include")]
-            units = [(mark, []), (SOURCE / "library.cpp", library)]
+            units = [(mark, []), (SOURCE / "library.cpp", library + small)]
             for width in sorted(widths):
-                units.append((SOURCE / "kernels.cpp", [f"-DFAST_ATTENTION_WIDTH={width}", *WIDTHS[width]]))
+                tuned = small if width == 4 and len(widths) > 1 else fast
+                units.append((SOURCE / "kernels.cpp", [f"-DFAST_ATTENTION_WIDTH={width}", *WIDTHS[width], *tuned]))
+            stripped = [] if sanitize else ["-s"]
             objects = [f"{folder}/{number}.o" for number in range(len(units))]
             commands = [
                 [*compiler, *flags, "-c", str(source), "-o", to]
@@ -88,7 +92,7 @@ def build(file: Path, widths: Sequence[int], sanitize: bool = False) -> None:
             with ThreadPoolExecutor(_cores()) as pool:
                 for _ in pool.map(_run, reversed(commands)):  # the longest first
                     pass
-            _run([*compiler, "-shared", *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-o", str(partial)])
+            _run([*compiler, "-shared", *stripped, *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-o", str(partial)])
     except OSError as error:
         raise NotBuilt(f"{error.filename or file.parent} cannot be written ({error.strerror})") from None
 

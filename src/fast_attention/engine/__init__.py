@@ -1,1 +1,1 @@
-"""What every family's passes are made of: operations, chunks, sums, masks, precision, gradients."""
+"""Parts of every family's passes: operations, chunks, sums, masks, precision, gradients."""

@@ -59,7 +59,8 @@ def _by_two(x: Tensor) -> bool:
 
 
 def factor(x: Float[Tensor, "*sizes"], limit: float, *, rows: bool = False) -> Tensor:
-    """What brings the largest magnitude in ``x`` down to about ``limit``: one number, or (..., 1) for every row.
+    """A factor that brings the largest magnitude in ``x`` down to about ``limit``: one number, or (..., 1) for every
+    row.
 
     1 where nothing is above ``limit``, and where something is not finite: that must not move the others.
     """
@@ -72,7 +73,7 @@ def factor(x: Float[Tensor, "*sizes"], limit: float, *, rows: bool = False) -> T
 
 
 def nan_if_infinite(sums: Tensor) -> Tensor:
-    """What is divided by, with NaN where it overflowed: a finite number over infinity would be a silent zero."""
+    """Divisors, with NaN where they overflowed: a finite number over infinity would be a silent zero."""
     return sums if traced() else sums.fmod(float("inf"))
 
 

@@ -1,4 +1,4 @@
-"""What scores gain by the offset of the key, its position minus the query's: a number, or a product with the query.
+"""Position terms: what scores gain by the offset of the key, a number or a product with the query.
 
 In a tile the offset falls by one from row to row: so a tile of numbers is made of as many as it has diagonals
 (Toeplitz), and of the products of queries with as many vectors each row reads its own.
@@ -17,7 +17,7 @@ from fast_attention.engine.heads import by_head
 
 
 class Terms(NamedTuple):
-    """Of every head and of neighbouring offsets: ``numbers`` that are added to scores, ``vectors`` that queries meet.
+    """Position terms of every head for neighbouring offsets: ``numbers`` are added to scores, ``vectors`` meet queries.
 
     With the factor ``scale`` of products a score is ``scale (q . k + q . vector) + number``.
     """
@@ -26,7 +26,7 @@ class Terms(NamedTuple):
     vectors: Float[Tensor, "heads offsets width"] | None = None
 
     def of_heads(self, chosen: slice | Tensor) -> Terms:
-        """Those of some heads."""
+        """Select the terms of some heads."""
         return Terms(self.numbers[chosen], None if self.vectors is None else self.vectors[chosen])
 
     def zeros(self) -> Terms:
@@ -45,7 +45,7 @@ def between(positions: Positions | None, first: int, number: int, like: Tensor) 
 def scores(
     q: Float[Tensor, "*batch rows width"], terms: Terms, span: int, *, scale: float
 ) -> Float[Tensor, "*#batch rows span"]:
-    """What positions add to the scores of queries and ``span`` keys, plain and differentiable.
+    """The scores that positions add for queries and ``span`` keys, plain and differentiable.
 
     ``terms`` are of all ``rows + span - 1`` offsets, those of the last query first; they broadcast against queries.
     """
@@ -62,7 +62,7 @@ def gathered(
     q: Float[Tensor, "*batch heads blocks rows width"], terms: Terms, index: Int[Tensor, "*#batch heads blocks rows n"],
     *, scale: float,
 ) -> Float[Tensor, "*batch heads blocks rows n"]:  # fmt: skip
-    """What positions add to the scores of blocks of queries and keys, whose offsets are numbers ``index`` of terms."""
+    """The scores that positions add for blocks of queries and keys, whose offsets are numbers ``index`` of terms."""
     head = torch.arange(index.shape[-4], device=q.device)[:, None, None, None]
     numbers = terms.numbers[head, index]
     if terms.vectors is None:

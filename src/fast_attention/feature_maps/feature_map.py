@@ -1,4 +1,4 @@
-"""What a feature map is: a value that turns (..., n, d) into (..., n, C)."""
+"""Feature maps: values that turn (..., n, d) into (..., n, C)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Features(NamedTuple):
         return self.values
 
     def per_token(self) -> Features:
-        """As they are, or over the largest feature of tokens so large that sums of them would overflow."""
+        """Features over the largest one of the tokens where sums of them would overflow; unchanged elsewhere."""
         factor = numerics.factor(self.values, 2.0**28, rows=True)
         if self.log_scale is not None or (not traced() and bool((factor == 1.0).all())):
             return self

@@ -27,7 +27,7 @@ class Decays(NamedTuple):
 
     @classmethod
     def of(cls, log_decay: Tensor, chunk: int) -> Decays:
-        """Of the logarithms by which every token decays what was before it."""
+        """Tables of the logarithms by which every token decays what was before it."""
         length = log_decay.shape[-1]
         logs = F.pad(log_decay.double(), (0, -length % chunk)).unflatten(-1, (-1, chunk)).cumsum(-1)
         totals, flat = logs[..., -1], logs.flatten(-2)[..., :length]
@@ -47,7 +47,7 @@ def between(LOGS, low, queries, keys, length, ROWS: tl.constexpr):
 
 @triton.jit
 def after(LOGS, low, keys, queries, length, ROWS: tl.constexpr):
-    """The same, keys as rows."""
+    """The decays after a key, keys as rows."""
     logs = row(LOGS, queries, length, ROWS)[None, :] - row(LOGS, keys, length, ROWS)[:, None]
     logs += row(LOGS + low, queries, length, ROWS)[None, :] - row(LOGS + low, keys, length, ROWS)[:, None]
     return tl.exp(tl.minimum(logs, 0.0))

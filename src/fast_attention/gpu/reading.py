@@ -1,4 +1,4 @@
-"""What queries read: the states before their chunk and, where causal, the pairs inside it."""
+"""Kernels that read for queries: the states before their chunk and, where causal, the pairs inside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all kernels share: tiles of tokens in float32, feature maps and their slopes.
+"""Parts of all kernels: tiles of tokens in float32, feature maps and their slopes.
 
 Pointers stand at the sequence and head of a program already; offsets are 64 bits wide. What lies outside is read as
 zeros, and of tokens that a key mask hides nothing is read, so that no NaN of theirs gets in.
@@ -63,7 +63,7 @@ def turned(
     pointer, stride, first, length, column, width, visible, offset,
     MAP: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same tile with tokens as columns, (COLUMNS, ROWS), by the order of its loads: products need no transpose."""
+    """Load a tile with tokens as columns, (COLUMNS, ROWS), by the order of its loads: products need no transpose."""
     rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     inside = (columns < width)[:, None] & known(visible, first, length, HAS_MASK, ROWS)[None, :]
     x = tl.load(pointer + rows.to(tl.int64)[None, :] * stride + columns[:, None], mask=inside, other=0.0)

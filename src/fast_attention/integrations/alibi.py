@@ -32,7 +32,7 @@ class BloomAttention(modeling_bloom.BloomAttention):
         self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Visibility | Tensor,
         layer_past: Any = None, use_cache: bool = False, output_attentions: bool = False, **settings: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """As transformers' module; of ``alibi`` nothing is read."""
+        """Run transformers' module without its ``alibi``."""
         tokens = attention_mask.tokens if isinstance(attention_mask, Visibility) else None
 
         def attend(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Any]:
@@ -55,7 +55,7 @@ class MptAttention(modeling_mpt.MptAttention):
         self, hidden_states: Tensor, position_bias: Tensor, cache: Any = None,
         attention_mask: Visibility | Tensor | None = None, past_key_values: Any = None, **settings: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """As transformers' module; of ``position_bias`` nothing is read.
+        """Run transformers' module without its ``position_bias``.
 
         Raises:
             Unsupported: The mask is one of all pairs, of which MPT's code and ours mean the opposite.
@@ -86,7 +86,7 @@ def mpt_slopes(heads: int, device: torch.device) -> Tensor:
 
 
 def bloom(module: Any, attend: Attend, hidden_states: Tensor, residual: Tensor, cache: Any) -> tuple[Tensor, Any]:
-    """What BLOOM's attention module gives, its outputs and matrices, where ``attend`` computes attention."""
+    """Run BLOOM's attention module with ``attend``; its outputs and matrices."""
     q, k, v = module._reshape(module.query_key_value(hidden_states))
     if cache is not None:
         k, v = cache.update(k, v, module.layer_idx)
@@ -96,7 +96,7 @@ def bloom(module: Any, attend: Attend, hidden_states: Tensor, residual: Tensor, 
 
 
 def mpt(module: Any, attend: Attend, hidden_states: Tensor, cache: Any) -> tuple[Tensor, Any]:
-    """What MPT's attention module gives, its outputs and matrices, where ``attend`` computes attention."""
+    """Run MPT's attention module with ``attend``; its outputs and matrices."""
     qkv = module.Wqkv(hidden_states)
     qkv = qkv.clamp(-module.clip_qkv, module.clip_qkv) if module.clip_qkv else qkv
     q, k, v = qkv.unflatten(-1, (3, module.n_heads, module.head_dim)).permute(2, 0, 3, 1, 4)

@@ -16,7 +16,7 @@ def forward(
     self: Any, hidden_states: Tensor, attention_mask: Any = None, relative_position_embeddings: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """As transformers' module; where the layer's mechanism makes the scores of distances, without them."""
+    """Run transformers' module; where the layer's mechanism makes the scores of distances, without them."""
     if not served(self, attention_mask):
         base: Any = type(self).__bases__[0]
         return base.forward(self, hidden_states, attention_mask, relative_position_embeddings, **settings)

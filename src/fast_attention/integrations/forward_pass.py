@@ -45,7 +45,7 @@ class Forward(partial[Any]):
 
     @property
     def inner(self) -> Any:
-        """What had been in its place."""
+        """The forward pass that this one replaced."""
         return self.args[1]
 
     @property
@@ -66,7 +66,7 @@ def _own(model: PreTrainedModel, inner: Any) -> Any:
 
 
 def _noted(model: Any, inner: Any, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
-    """What ``inner`` gives, or the class's forward pass, with the call on the thread's stack."""
+    """Run ``inner``, or the class's forward pass, with the call on the thread's stack."""
     own = _own(model, inner)
     if args and args[0] is model:  # as accelerate calls what it has unwrapped
         args = args[1:]

@@ -144,7 +144,7 @@ def late_chunks(
 
 
 class _Encoder(NamedTuple):
-    """What reads tokens, and what makes a chunk's vector of their mean."""
+    """Reads tokens, and makes a chunk's vector of their mean."""
 
     tokenizer: Any
     prompt: str

@@ -130,7 +130,7 @@ def verify(paths: Sequence[str], digests: dict[str, str]) -> None:
 
 
 def _present(model: Any, layers: dict[str, Any]) -> dict[str, Any]:
-    """What was saved of each layer, by the name of the attention module in this model.
+    """Saved entries of each layer, by the name of the attention module in this model.
 
     Names are matched with and without the prefix that a model with a head puts before those of its base model.
     """

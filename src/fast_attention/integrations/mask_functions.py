@@ -54,7 +54,7 @@ def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callabl
 
 
 def _structure(sees: Sees, positions: Positions) -> Visibility:
-    """What ``read`` finds in the function."""
+    """The structure that ``read`` finds in the function."""
     batch = torch.arange(positions.batch, device=positions.device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=positions.device)
 

@@ -25,7 +25,7 @@ BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # max_length_q and max_
 
 
 def given(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a model's keyword arguments say of packed rows.
+    """Read a description of packed rows from a model's keyword arguments.
 
     Raises:
         Unsupported: They say something in compiled code, which cannot read it.

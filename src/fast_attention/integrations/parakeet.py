@@ -20,7 +20,7 @@ class ParakeetEncoderAttention(modeling_parakeet.ParakeetEncoderAttention):
         self, hidden_states: Tensor, position_embeddings: Tensor | None, attention_mask: Tensor | None = None,
         **settings: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """As transformers' module. The mask (B, 1, L, L) is one of tokens, as the encoder makes it."""
+        """Run transformers' module. The mask (B, 1, L, L) is one of tokens, as the encoder makes it."""
         tokens = None if attention_mask is None else attention_mask[:, 0].diagonal(dim1=-2, dim2=-1)
         pairs = hidden_states.new_ones(1, 1, 1, 1, dtype=torch.bool) if attention_mask is None else attention_mask
         visibility = Visibility(lambda: pairs, tokens)

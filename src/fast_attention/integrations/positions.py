@@ -128,7 +128,7 @@ def extend_rotary(
 
 
 def _objection(config: Any) -> str:
-    """What a config's own checks say against it, as they do where it is saved; nothing where it has none."""
+    """The message by which a config refuses to be saved; empty where it has none."""
     try:
         getattr(config, "validate", lambda: None)()
     except Exception as error:  # of transformers' own kinds
@@ -200,7 +200,7 @@ def extend_tables(model: PreTrainedModel, positions: int, method: str, longest: 
 
 
 def _twin(model: PreTrainedModel, longest: int) -> PreTrainedModel:
-    """The same model without memory, for another number of positions."""
+    """A copy of the model without memory, for another number of positions."""
     config = copy.deepcopy(model.config)
     config.get_text_config().max_position_embeddings = longest
     config._attn_implementation = "eager"

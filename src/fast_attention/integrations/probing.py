@@ -168,7 +168,7 @@ def uncalled(model: nn.Module, called: dict[str, Call]) -> dict[str, tuple[nn.Mo
 
 
 def own_attention(model: nn.Module) -> str:
-    """What attention a model has that does not call transformers' interface, in words; empty where there is none."""
+    """Describe the attention of a model that does not call transformers' interface; empty where there is none."""
     kinds = _classes(model, lambda kind: not calls_interface(kind))
     return f"attention of its own, {', '.join(kinds)}" if kinds else ""
 

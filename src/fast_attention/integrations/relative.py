@@ -1,4 +1,4 @@
-"""What positions add to the scores of a model's layers, as the ``bias`` of mechanisms, with the model's weights."""
+"""Position scores of a model's layers as the ``bias`` of mechanisms, with the model's weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOTHING = torch.zeros(())  # in place of a position bias that need not be comput
 
 @dataclass(frozen=True)
 class Positions:
-    """What positions add to the scores of a layer.
+    """Position scores of one layer.
 
     Args:
         bias: As a setting of mechanisms; None: nothing, as in T5's cross attention.
@@ -84,7 +84,7 @@ class Tied(Bound):
 
 
 def of(model: nn.Module, name: str) -> Positions | None:
-    """What positions add to the scores of the attention module of that name; None where that is not known here."""
+    """Position scores of the attention module of that name; None where that is not known here."""
     module: Any = model.get_submodule(name)
     if type(module).__name__ in T5_LIKE:
         first = re.sub(r"\bblock\.\d+\.", "block.0.", name)  # whose table all layers share

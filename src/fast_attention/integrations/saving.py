@@ -130,7 +130,7 @@ def _unmarked(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _implementations(model: PreTrainedModel, layers: dict[str, Swapped]) -> str | dict[str, str]:
-    """What config.json names as attention: parts without a layer of ours are built with what they called before.
+    """Names of attention in config.json: parts without a layer of ours are built with what they called before.
 
     SAM's layers for images look their class up by that name.
     """

@@ -1,4 +1,4 @@
-"""What a swapped model's layer holds in place of transformers' attention function: a mechanism with its weights."""
+"""Layers of a swapped model: a mechanism with its weights in place of transformers' attention function."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Swapped(nn.Module):
         return is_served and relative.serves(self.bound.mechanism, self.positions)
 
     def added(self, position_bias: Tensor, visibility: Visibility, q: Tensor, k: Tensor) -> dict[str, Tensor]:
-        """What the mechanism must be given of the model's ``position_bias``, as the arguments that change scores."""
+        """The arguments that change scores, made of the model's ``position_bias``."""
         positions, tokens = self.positions, visibility.tokens
         if self.serves(visibility):
             assert positions is not None

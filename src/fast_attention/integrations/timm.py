@@ -159,7 +159,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _contents(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Its submodules, parameters and buffers by name."""
+    """List submodules, parameters and buffers by name."""
     return module._modules, module._parameters, module._buffers
 
 

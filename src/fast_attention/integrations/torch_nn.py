@@ -55,7 +55,7 @@ def swapped_in(model: nn.Module) -> dict[Any, list[str]]:
 
 
 def records(model: nn.Module) -> dict[str, Any]:
-    """What ``restore`` needs of the layers that were swapped, by name."""
+    """Records of the layers that were swapped, by name, for ``restore``."""
     return {
         names[0]: {
             "module": KIND,

@@ -1,4 +1,4 @@
-"""What the outputs of a swapped layer are worth before anything is trained, for the report of a swap."""
+"""Quality of a swapped layer's outputs before anything is trained, for the report of a swap."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cosines() -> dict[str, dict[int, str]]:
 def quality(
     mechanism: Mechanism[Any, Any], parameters: int, *, window: int | None = None, is_causal: bool = False
 ) -> str:
-    """What a mechanism's outputs are worth, untrained, in a layer that was trained with exact attention.
+    """Quality of a mechanism's outputs, untrained, in a layer that was trained with exact attention.
 
     Args:
         mechanism: As it was asked for, before it was given a layer's own positions.

@@ -1,4 +1,4 @@
-"""What each token of a call may see, in structured form, and whether a mechanism can keep to it."""
+"""Visibility of a call's tokens in structured form, and whether a mechanism can keep to it."""
 
 from __future__ import annotations
 

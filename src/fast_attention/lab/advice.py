@@ -85,7 +85,7 @@ class Advised(Comparison):
 
     @property
     def far(self) -> list[str]:
-        """What to do where the length is beyond the model's own positions; else empty."""
+        """Advice where the length is beyond the model's own positions; else empty."""
         return verdicts.beyond(self, [self.meta["length"]])
 
 
@@ -105,7 +105,7 @@ def ranked(record: Comparison, mechanisms: list[Any], question: Question) -> lis
 
 
 def _order(row: Row) -> tuple[int, float, float]:
-    """What rows are ordered by: their kind, and what counts within it."""
+    """Sort key of rows: their kind, and what counts within it."""
     error = math.inf if row.median_error is None else row.median_error
     return ORDER.index(row.kind), error if row.kind == "inexact" else 0.0, row.ratio or math.inf
 
@@ -171,7 +171,7 @@ def answer(rows: list[Row], question: Question, would_do: int | None = None) -> 
 
 
 def _sentences(rows: list[Row], question: Question) -> list[str]:
-    """What the best rows of each kind say."""
+    """Sentences about the best rows of each kind."""
     at, best, budget = f"At {question.length:,} tokens", rows[0], percent(question.budget)
     unknown = sum(row.kind == "unknown" and (row.ratio or math.inf) < FASTER for row in rows)
     more = f"Faster here, but other functions or to be trained first, so that no error is known: {unknown} more."
@@ -201,7 +201,7 @@ def _sentences(rows: list[Row], question: Question) -> list[str]:
 
 
 def ranking(record: Advised) -> Table:
-    """What is ranked, the best first."""
+    """Rows in their ranking, the best first."""
     lines = []
     for number, row in enumerate((row for row in record.ranking if row.kind not in UNRANKED), 1):
         error: str = "-"

@@ -23,7 +23,7 @@ GAUSSIAN = "gaussian"
 
 
 class Layer(NamedTuple):
-    """What one layer attends with, (1, H, L, E) each; q is scaled so that 1/sqrt(E) is the right factor."""
+    """Tensors that one layer attends with, (1, H, L, E) each; q is scaled so that 1/sqrt(E) is the right factor."""
 
     name: str
     q: Tensor
@@ -132,7 +132,7 @@ Source = Gaussian | HuggingFace
 
 
 def bound_layers(calls: list[Call]) -> list[Layer]:
-    """What mechanisms in a model were called with.
+    """Tensors that mechanisms in a model were called with.
 
     Raises:
         InputError: A mask of its own, or what is added to its scores, is part of a call; or there is none.

@@ -64,7 +64,7 @@ def _is_attention(target: str) -> bool:
 
 
 def _laws(report: conformance.LawReport) -> tables.Table:
-    """What conformance found, law by law."""
+    """Results of conformance, law by law."""
     kinds, rows = {"kept": "fast", "broken": "broken", "not claimed": "pale"}, []
     for each in report.findings:
         sizes = ["", ""] if each.status == "not claimed" else [f"{each.size:.1e}", f"{each.limit:.0e}"]

@@ -77,7 +77,7 @@ class _Command(TyperCommand):
 
 
 def _value(args: list[str], i: int) -> str:
-    """What an option's word gives: its value, or the word itself where it is a flag."""
+    """Value of an option's word, or the word itself where it is a flag."""
     name, has_value, value = args[i].partition("=")
     following = args[i + 1] if i + 1 < len(args) and not args[i + 1].startswith("--") else name
     return value if has_value else following

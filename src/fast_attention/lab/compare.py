@@ -96,7 +96,7 @@ def default_mechanisms() -> list[Any]:
 
 
 class Plan(NamedTuple):
-    """What to compare with exact attention, and how long that may take."""
+    """Mechanisms to compare with exact attention, and how long that may take."""
 
     source: Source
     mechanisms: list[Any]

@@ -40,11 +40,11 @@ class Converted(Record):
         return {**super().parts(), "figures": {when: self.figures(when) for when in self.stages}}
 
     def figures(self, when: str) -> dict[str, float]:
-        """What a reader wants to know of a stage, by the names in ``FIGURES``."""
+        """Figures of a stage, by the names in ``FIGURES``."""
         return self._figures(self.conversion.figures[when], self.conversion.figures["original"])
 
     def by_group(self, when: str) -> dict[str, dict[str, float]]:
-        """The same of each group of held-out passages."""
+        """Figures of each group of held-out passages."""
         groups = self.conversion.by_group
         return {name: self._figures(each, groups["original"][name]) for name, each in groups.get(when, {}).items()}
 
@@ -62,7 +62,7 @@ class Converted(Record):
 
 
 def gain(record: Converted) -> str:
-    """What was gained on texts that were not trained on, in steps and losses."""
+    """Gain on texts that were not trained on, in steps and losses."""
     held = record.conversion
     where = "on texts of another source" if len(held.by_group.get(held.best, {})) > 1 else "on the held-out passages"
     losses = {when: held.judged(when) for when in record.stages}
@@ -94,7 +94,7 @@ def quality(record: Converted) -> list[Table]:
 
 
 def layers(record: Converted) -> Table:
-    """What every layer runs, and its error at every stage."""
+    """Mechanism of every layer, and its error at every stage."""
     held, rows = record.conversion, []
     for name in held.layers:
         runs = held.mechanism if name in held.converted else f"exact attention: {held.kept[name]}"

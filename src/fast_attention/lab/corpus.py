@@ -37,7 +37,7 @@ class Corpus:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record says of it."""
+        """Facts that a record tells about the corpus."""
         size = sum(len(text.encode()) for _, text in self.documents)
         return {"name": self.name, "documents": len(self.documents), "bytes": size, "sha256": self.sha256}
 

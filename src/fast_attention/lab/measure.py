@@ -23,7 +23,7 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """What every competitor is measured with: Gaussian tokens, one sequence unless ``batch`` says more."""
+    """Inputs of every competitor: Gaussian tokens, one sequence unless ``batch`` says more."""
 
     heads: int
     head_dim: int
@@ -71,7 +71,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Competitor:
-    """What is measured: ``make(setting, length)`` builds it with fresh weights and inputs."""
+    """A measured function: ``make(setting, length)`` builds it with fresh weights and inputs."""
 
     name: str
     reference: str  # the name of its baseline, whose times its own are compared with

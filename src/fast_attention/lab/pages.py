@@ -85,12 +85,12 @@ def partial(meta: Mapping[str, Any], noun: str) -> list[Words]:
 
 
 def where(meta: Mapping[str, Any], what: str) -> Words:
-    """What was measured, and on which machine, in a line."""
+    """One line about what was measured, and on which machine."""
     return Words(f"{what}; {meta['hardware']}, {meta['threads']} of {meta['cores']} threads.")
 
 
 def run(meta: Mapping[str, Any], facts: Mapping[str, object]) -> Section:
-    """What was run: a command's own facts, and the machine, versions and time of every record."""
+    """Facts about a run: the command's own, and the machine, versions and time of every record."""
     after = meta.get("load_average_after")
     before, end = (", ".join(map(str, loads or ["unknown"])) for loads in (meta["load_average"], after))
     load = f"load average {before} " + ("at the start" if after is None else f"before and {end} after")

@@ -227,7 +227,7 @@ class Timed(Record):
 
     @property
     def mechanisms(self) -> list[str]:
-        """What was measured, in order, without exact attention."""
+        """Measured mechanisms, in order, without exact attention."""
         return [name for name in dict.fromkeys(cell.mechanism for cell in self.cells) if name != EXACT]
 
     def cell(self, mechanism: str, length: int) -> Cell | None:

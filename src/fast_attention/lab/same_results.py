@@ -18,7 +18,7 @@ SHARE = 0.25  # of the seconds that a comparison may take
 
 
 def measure(source: Source, lengths: list[int], seconds: float, watch: Callable[[str], None]) -> dict[str, Any] | None:
-    """What exact forms gain of a model, for the record; None where no model is read.
+    """Measure the gain of exact forms in a model, for the record; None where no model is read.
 
     Args:
         source: The model and what it reads; lengths beyond its own positions are left out.
@@ -46,7 +46,7 @@ def measure(source: Source, lengths: list[int], seconds: float, watch: Callable[
 
 
 def words(found: dict[str, Any] | None) -> list[str]:
-    """What was found, in one or two sentences; none where no model was read."""
+    """Tell the measured gain in one or two sentences; none where no model was read."""
     if found is None:
         return []
     faster = [row for row in found["rows"] if row["before"] >= EVEN * row["after"]]

@@ -35,7 +35,7 @@ class Value(NamedTuple):
 
     @property
     def sorts_by(self) -> str:
-        """What the page's script sorts by; empty: the text."""
+        """The value by which the page's script sorts; empty: the text."""
         if not isinstance(self.text, Number) or math.isnan(self.text.value):
             return ""
         value = self.text.value

@@ -44,7 +44,7 @@ def by_threads(asked: int | None) -> Iterator[Callable[[], list[str]]]:
 
 
 def of_threads(own: int, asked: int | None, usable: int) -> list[str]:
-    """What a reader of the times must know about the number of threads, in a sentence or none.
+    """A sentence about the number of threads that a reader of the times must know, or none.
 
     Args:
         own: torch's number of threads before.

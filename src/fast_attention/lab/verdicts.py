@@ -74,7 +74,7 @@ def learns(mechanism: Any) -> bool:
 
 
 def kind(mechanism: Any) -> str:
-    """What a mechanism's error means, or why it has none."""
+    """The meaning of a mechanism's error, or why it has none."""
     if mechanism == catalogue.default("Softmax"):
         return EXACT
     if mechanism.traits.approximates is not None:
@@ -85,7 +85,7 @@ def kind(mechanism: Any) -> str:
 
 
 def cannot(mechanism: Any) -> list[str]:
-    """What a mechanism's traits deny, in words."""
+    """Abilities that a mechanism's traits deny, in words."""
     traits = mechanism.traits
     denied = {
         "be causal": not traits.causal,
@@ -131,7 +131,7 @@ def reads(error: Error) -> str:
 
 
 class Candidate(NamedTuple):
-    """What may stand in for exact attention at one length, untrained or trained."""
+    """A mechanism that may replace exact attention at one length, untrained or trained."""
 
     name: str
     length: int
@@ -146,7 +146,7 @@ class Candidate(NamedTuple):
 
     @property
     def at(self) -> str:
-        """Its name and speed in words."""
+        """Name and speed in words."""
         return f"{self.name}, {speed(self.ratio)} at {self.length:,} tokens"
 
     def could_be(self, asked: float) -> bool:
@@ -174,13 +174,13 @@ def candidates(record: Comparison) -> list[Candidate]:
 
 
 def undecided(record: Comparison, length: int, asked: float) -> list[str]:
-    """What may be better than exact attention at a length, and was not measured for lack of time."""
+    """Mechanisms that may be better than exact attention at a length, and were not measured for lack of time."""
     known = (each for each in candidates(record) if each.length == length)
     return [each.name for each in known if each.could_be(asked) and not each.is_known]
 
 
 def beyond(record: Comparison, lengths: Iterable[int]) -> list[str]:
-    """What to do at lengths beyond the model's own positions, where exact attention is no reference.
+    """Advice for lengths beyond the model's own positions, where exact attention is no reference.
 
     Empty where the model has positions of its own for all of them.
     """

@@ -96,5 +96,5 @@ class ChunkedFeedForward(nn.Module):
             return self._chunk(x)
 
     def extra_repr(self) -> str:
-        """What the parameters do not show."""
+        """Settings that the parameters do not show."""
         return f"chunks={self.chunks}, dropout={self.dropout}"

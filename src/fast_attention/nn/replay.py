@@ -1,4 +1,4 @@
-"""What layers that compute again in the backward pass need: the tensors they had, which nothing has changed since."""
+"""Stored tensors for layers that compute again in the backward pass, which nothing has changed since."""
 
 from __future__ import annotations
 

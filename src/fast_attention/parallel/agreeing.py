@@ -67,7 +67,7 @@ def agreed(
 
 
 def _facts(call: Call, inputs: Inputs, sequences: Described | None, state: State | None) -> dict[str, str]:
-    """What must be equal on all processes, in words."""
+    """Facts that must be equal on all processes, in words."""
     tensors = [f"{tuple(x.shape[:-2])} of width {x.shape[-1]} in {x.dtype}" for x in inputs]
     weights = [x.requires_grad for x in leaves(call.w)]
     return {

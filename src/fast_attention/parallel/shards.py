@@ -1,4 +1,4 @@
-"""Who holds which tokens of one sequence, and a call over them: ``Shards``, ``Call`` and ``Strategy``."""
+"""Shards of one sequence over processes, and a call over them: ``Shards``, ``Call`` and ``Strategy``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Shards:
         return list(pairwise([0, *accumulate(self.keys if keys else self.queries)]))
 
     def of(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Shards:
-        """The same processes with other lengths."""
+        """Shards of the same processes with other lengths."""
         return replace(self, queries=queries, keys=keys)
 
 

@@ -49,7 +49,7 @@ class Spread:
         return self.members.group if group is None and self.members is not None else group
 
     def shards_of(self, group: Any, x: Tensor) -> Shards | None:
-        """Who holds which tokens (..., L, E) of a call; None in one process."""
+        """Shards of tokens (..., L, E) of a call; None in one process."""
         group = self.group_of(group)
         if group is None or isinstance(group, Shards):
             return group

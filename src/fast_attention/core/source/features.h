@@ -16,6 +16,7 @@ namespace fast_attention {
 namespace FAST_ATTENTION_NAMESPACE {
 
 constexpr int64_t STEP = 32;         // tokens that meet pair by pair
+constexpr int64_t MANY = 60;         // tokens at once that do not: whole micro-kernels, at most 2 STEP
 constexpr float SLACK = 57.0f;       // how far a key may be above a step's scales: 2^57, about e^40
 constexpr float LOWEST = -1e30f;     // the scale before the first key
 constexpr float MOST = 1e13f;        // of a coordinate: half of its square is a number above LOWEST
@@ -34,7 +35,7 @@ inline FeatureSums sums_at(float* numbers, int64_t features, int64_t values) {
 struct FeatureScratch {
   Buffer queries, keys, panel, value_panel, values, pairs, d_pairs, sums, turned, top, out, tokens, row, bias, norms,
       not_numbers, query_rows, key_rows, query_columns, key_columns, wide, grad, d_denominators, d_features, d_values,
-      d_tokens, totals, scales, factors, parts;
+      d_tokens, totals, scales, factors, parts, apart, parts_of_lead;
   std::vector<int64_t> steps;
   const void* packed = nullptr;  // the rows of which query_rows and key_rows are made
   int64_t call = -1;
@@ -104,12 +105,12 @@ class FeatureWork {
   FeatureWork(const FeaturesCall& call, int64_t batch, int64_t head, FeatureScratch& memory, bool backward)
       : c(call), b(batch), h(head), m(memory), exponential(call.map == EXPONENTIAL),
         columns(whole(call.features, W)), line(whole(call.features, 32)),
-        value_row(whole(call.values, 32)), width_row(whole(call.width, 32)), tokens_at_once(call.causal ? STEP : 2 * STEP) {
+        value_row(whole(call.values, 32)), width_row(whole(call.width, 32)), tokens_at_once(call.causal ? STEP : MANY) {
     const int64_t rows = 2 * STEP;
     tokens = m.tokens.floats(rows * width_row);
     row = m.row.floats(width_row + value_row + line);
     value_memory = m.values.floats(rows * value_row);
-    direct_values = c.v.kind == FLOAT32 && c.values % W == 0 && c.key_mask == nullptr;
+    direct_values = c.v.kind == FLOAT32 && c.values % W == 0;
     const int64_t size = line * value_row + 2 * line;
     sums = sums_at(m.sums.floats(size), c.features, c.values);
     if (!exponential) return;
@@ -197,7 +198,7 @@ class FeatureWork {
         square += number * number;
         broken |= not_finite(number);
       }
-      if (keys) norms[i] = sum(square) * (0.5f * LOG2E);
+      if (keys || c.normed) norms[i] = sum(square) * (0.5f * LOG2E);
       not_numbers[i] = any(broken) ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
     }
   }
@@ -216,13 +217,20 @@ class FeatureWork {
   void rescale(const float* scale, bool gradients = false) {
     for (int64_t f = 0; f < c.features; ++f) {
       if (scale[f] == sums.scale[f]) continue;
+      if (!gradients && sums.scale[f] == LOWEST) {  // nothing is summed yet
+        sums.scale[f] = scale[f];
+        continue;
+      }
       const float factor = exp2(gradients ? scale[f] - sums.scale[f] : sums.scale[f] - scale[f]);
-      for (int64_t p = 0; p < value_row; p += PANEL)
-        for (int64_t e = 0; e < PANEL; e += W) {
-          float* to = sums.kv + (p / PANEL * line + f) * PANEL + e;
-          store(to, load(to) * factor);
-        }
-      sums.z[f] *= factor;
+      for (const FeatureSums& x : {sums, before, section}) {
+        if (x.kv == nullptr) continue;
+        for (int64_t p = 0; p < value_row; p += PANEL)
+          for (int64_t e = 0; e < PANEL; e += W) {
+            float* to = x.kv + (p / PANEL * line + f) * PANEL + e;
+            store(to, load(to) * factor);
+          }
+        x.z[f] *= factor;
+      }
       sums.scale[f] = scale[f];
     }
   }
@@ -313,7 +321,8 @@ class FeatureWork {
 
   // Rows of values of keys, zeros for hidden ones.
   const float* values(int64_t first, int64_t n, int64_t& distance) const {
-    if (direct_values) {
+    const uint8_t* seen = c.key_mask == nullptr ? nullptr : c.key_mask + b * c.mask_batch + h * c.mask_head + first;
+    if (direct_values && (seen == nullptr || std::memchr(seen, 0, static_cast<size_t>(n)) == nullptr)) {
       distance = c.v.row;
       return static_cast<const float*>(c.v.data) + at(c.v, first);
     }
@@ -347,8 +356,20 @@ class FeatureWork {
 
   // S += K^T V, z += sum of K.
   void add_keys(const float* keys, const float* v, int64_t distance, int64_t n) {
-    add_to_panels(c.features, c.values, n, keys, 1, line, v, distance, sums.kv, line * PANEL);
-    add_rows(keys, n, sums.z);
+    const FeatureSums& to = section.kv == nullptr ? sums : section;
+    add_to_panels(c.features, c.values, n, keys, 1, line, v, distance, to.kv, line * PANEL);
+    add_rows(keys, n, to.z);
+    if (section.kv == nullptr) return;
+    for (int64_t i = 0; i < line * value_row + line; i += W) store(sums.kv + i, load(before.kv + i) + load(section.kv + i));
+  }
+
+  // From here on the keys of a section are summed apart from those before it, which rounds each of them once.
+  void sum_apart(const FeatureSums& earlier) {
+    float* memory = m.apart.floats(2 * state_numbers(c.features, c.values));
+    before = sums_at(memory, c.features, c.values);
+    section = sums_at(memory + state_numbers(c.features, c.values), c.features, c.values);
+    copy(earlier, before);
+    std::memset(section.kv, 0, static_cast<size_t>(line * value_row + line) * 4);
   }
 
   void add_rows(const float* rows, int64_t n, float* to) const {
@@ -432,7 +453,7 @@ class FeatureWork {
     const float factor = std::pow(static_cast<float>(c.width), -0.25f);
     for (int64_t i = 0; i < n; ++i) {
       float *dx = d_tokens + i * width_row, *token = tokens + i * width_row;
-      if (keys) {
+      if (keys || c.normed) {
         Vec total = {};
         for (int64_t e = 0; e < columns; e += W) total += load(d_features + i * line + e);
         const float all_features = sum(total);
@@ -472,7 +493,7 @@ class FeatureWork {
   FeatureScratch& m;
   const bool exponential;
   const int64_t columns, line, value_row, width_row, tokens_at_once;
-  FeatureSums sums{};
+  FeatureSums sums{}, before{}, section{};  // sums = before + section where those are kept apart
   bool direct_values = false;
   float *tokens = nullptr, *row = nullptr, *value_memory = nullptr, *top = nullptr, *norms = nullptr,
         *not_numbers = nullptr, *bias = nullptr, *query_rows = nullptr, *key_rows = nullptr, *query_columns = nullptr,
@@ -505,8 +526,8 @@ inline void sum_section(const FeaturesCall& c, const Sections& cut, int64_t batc
   work.clear(work.sums);
   int64_t first, end;
   cut.of_keys(section, c, first, end);
-  for (int64_t j = first; j < end; j += 2 * STEP) {
-    const int64_t n = end - j < 2 * STEP ? end - j : 2 * STEP;
+  for (int64_t j = first; j < end; j += MANY) {
+    const int64_t n = end - j < MANY ? end - j : MANY;
     int64_t distance;
     work.keys_of_sums(j, n, keys);
     const float* v = work.values(j, n, distance);
@@ -591,45 +612,70 @@ class Totals {
   double *kv, *z;
 };
 
+// The sums of all keys up to a section of one head, in float64.
+class HeadSums {
+ public:
+  HeadSums(const FeaturesCall& call, const Sections& sections, int64_t batch, int64_t head)
+      : c(call), cut(sections), work(call, batch, head, feature_scratch(), false), totals(work, feature_scratch().wide),
+        scale(feature_scratch().totals.floats(2 * work.line)), first_scale((batch * c.heads + head) * c.features) {
+    totals.clear();
+    for (int64_t f = 0; f < work.line; ++f) scale[f] = work.exponential ? LOWEST : 0.0f;
+    if (c.first.kv == nullptr) return;
+    totals.read(c.first);
+    for (int64_t f = 0; f < c.features && work.exponential; ++f) {
+      double factor;
+      scale[f] = binary(c.first.log_scale[first_scale + f], factor);
+      totals.multiply(f, factor);
+    }
+  }
+
+  // Writes the sums before section `s` to its place, behind the last those of all keys.
+  FeatureSums write(int64_t s) const {
+    const FeatureSums slot = work.kept(c.states, cut.keys + 1, s);
+    totals.write(slot, scale);
+    return slot;
+  }
+
+  void add(const FeatureSums& section) { totals.add(section, scale); }
+
+  // The state behind the last key, if the call wants it.
+  void finish() {
+    write(cut.keys);
+    if (c.last.kv == nullptr) return;
+    for (int64_t f = 0; f < c.features && work.exponential; ++f) {
+      double factor;
+      c.last.log_scale[first_scale + f] = natural(scale[f], factor);
+      totals.multiply(f, factor);
+    }
+    totals.write(c.last);
+  }
+
+  const FeaturesCall& c;
+  const Sections& cut;
+  FeatureWork work;
+  Totals totals;
+  float* scale;
+  const int64_t first_scale;
+};
+
 // In place of the sums of each section those before it, and behind the last those of all keys.
 inline void scan_sections(const FeaturesCall& c, const Sections& cut, int64_t batch, int64_t head) {
   FeatureScratch& m = feature_scratch();
-  FeatureWork work(c, batch, head, m, false);
-  Totals totals(work, m.wide);
-  float* scale = m.totals.floats(2 * work.line);
-  totals.clear();
-  const float none = work.exponential ? LOWEST : 0.0f;
-  for (int64_t f = 0; f < work.line; ++f) scale[f] = none;
-  if (c.first.kv != nullptr) {
-    totals.read(c.first);
-    if (work.exponential)
-      for (int64_t f = 0; f < c.features; ++f) {
-        double factor;
-        scale[f] = binary(c.first.log_scale[(batch * c.heads + head) * c.features + f], factor);
-        totals.multiply(f, factor);
-      }
-  }
+  HeadSums sums(c, cut, batch, head);
   const bool all_summed = !c.causal || c.last.kv != nullptr;
   FeatureSums part = sums_at(m.sums.floats(state_numbers(c.features, c.values)), c.features, c.values);
   for (int64_t s = 0; s < cut.keys; ++s) {
-    const FeatureSums slot = work.kept(c.states, cut.keys + 1, s);
     const bool summed = all_summed || s < cut.keys - 1;
-    if (summed) work.copy(slot, part);
-    totals.write(slot, scale);
-    if (summed) totals.add(part, scale);
+    if (summed) sums.work.copy(sums.work.kept(c.states, cut.keys + 1, s), part);
+    sums.write(s);
+    if (summed) sums.add(part);
   }
-  totals.write(work.kept(c.states, cut.keys + 1, cut.keys), scale);
-  if (c.last.kv == nullptr) return;
-  for (int64_t f = 0; f < c.features && work.exponential; ++f) {
-    double factor;
-    c.last.log_scale[(batch * c.heads + head) * c.features + f] = natural(scale[f], factor);
-    totals.multiply(f, factor);
-  }
-  totals.write(c.last);
+  sums.finish();
 }
 
-// The outputs of a section; whether all are finite.
-inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t batch, int64_t head, int64_t section) {
+// The outputs of a section; whether all are finite. `whole`: takes the section's keys, which no pass before summed.
+inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t batch, int64_t head, int64_t section,
+                         HeadSums* whole = nullptr) {
   FeatureScratch& m = feature_scratch();
   FeatureWork work(c, batch, head, m, false);
   const int64_t line = work.line, value_row = work.value_row, at_once = work.tokens_at_once;
@@ -640,6 +686,7 @@ inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t bat
   const FeatureSums before = work.kept(c.states, cut.keys + 1, c.causal ? cut.lead + section : cut.keys);
   if (c.causal) {
     work.copy(before, work.sums);
+    if (whole != nullptr) work.sum_apart(before);
     if (work.exponential) std::memcpy(work.top, before.scale, static_cast<size_t>(line) * 4);
     keys = m.keys.floats(2 * STEP * line), panel = m.panel.floats(STEP * line), pairs = m.pairs.floats(STEP * STEP);
     scale = m.scales.floats(line);
@@ -677,7 +724,7 @@ inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t bat
       }
       const float* v = work.values(i + cut.lead_keys, n, distance);
       work.add_triangle(pairs, v, distance, c.values, n, out, value_row);
-      if (i + n < end) work.add_keys(keys, v, distance, n);
+      if (i + n < end || whole != nullptr) work.add_keys(keys, v, distance, n);
     }
     for (int64_t r = 0; r < n; r += W) {  // the sums of the rows of W x W numbers, side by side
       Vec block[W], denominator = {};
@@ -699,11 +746,40 @@ inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t bat
     }
     i += n;
   }
+  if (whole != nullptr) {
+    if (work.exponential) work.rescale(work.top);
+    std::memcpy(work.section.scale, work.sums.scale, static_cast<size_t>(line) * 4);
+    whole->add(work.section);
+  }
   return !any(broken);
 }
 
-// Whether one item a head does it all: few tokens.
-inline bool one_item_a_head(const Sections& cut) { return cut.lead <= 1 && cut.queries <= 1; }
+// The outputs of a head, from its first token to its last: keys are read once.
+inline bool read_head(const FeaturesCall& c, const Sections& cut, int64_t batch, int64_t head) {
+  FeatureScratch& m = feature_scratch();
+  for (int64_t s = 0; s < cut.lead; ++s) sum_section(c, cut, batch, head, s);
+  bool finite = true;
+  HeadSums sums(c, cut, batch, head);
+  const FeatureSums part = sums_at(m.parts_of_lead.floats(state_numbers(c.features, c.values)), c.features, c.values);
+  for (int64_t s = 0; s < cut.lead; ++s) {
+    sums.work.copy(sums.work.kept(c.states, cut.keys + 1, s), part);
+    sums.write(s);
+    sums.add(part);
+  }
+  for (int64_t s = 0; s < cut.queries; ++s) {
+    if (c.causal) sums.write(cut.lead + s);
+    if (s == 0 && !c.causal) sums.finish();
+    const bool last = s == cut.queries - 1 && c.last.kv == nullptr;
+    finite &= read_section(c, cut, batch, head, s, c.causal && !last ? &sums : nullptr);
+  }
+  if (c.causal) sums.finish();
+  return finite;
+}
+
+// Whether one item a head does it all: few tokens, or heads enough for the threads of most machines.
+inline bool one_item_a_head(const FeaturesCall& c, const Sections& cut) {
+  return (cut.lead <= 1 && cut.queries <= 1) || c.batch * c.heads >= 8;
+}
 
 inline bool features_forward(const FeaturesCall& c, const Pool& pool) {
   const Sections cut(c);
@@ -712,14 +788,11 @@ inline bool features_forward(const FeaturesCall& c, const Pool& pool) {
   const int64_t summed = !c.causal || c.last.kv != nullptr ? cut.keys : cut.keys - 1;
   // Heads of one place in all sequences follow one another: they share rows, which are packed once.
   const auto of_head = [&](int64_t item, int64_t& batch, int64_t& head) { batch = item % c.batch, head = item / c.batch; };
-  if (one_item_a_head(cut)) {
+  if (one_item_a_head(c, cut)) {
     parallel_items(pool, heads, [&](int64_t item) {
       int64_t batch, head;
       of_head(item, batch, head);
-      for (int64_t s = 0; s < summed; ++s) sum_section(c, cut, batch, head, s);
-      scan_sections(c, cut, batch, head);
-      for (int64_t s = 0; s < cut.queries; ++s)
-        if (!read_section(c, cut, batch, head, s)) finite.store(false, std::memory_order_relaxed);
+      if (!read_head(c, cut, batch, head)) finite.store(false, std::memory_order_relaxed);
     });
     return finite;
   }
@@ -949,7 +1022,7 @@ inline void features_backward(const FeaturesCall& c, const FeaturesGradients& d,
     else
       section_gradients(c, d, cut, batch, head, item - cut.lead);
   };
-  if (one_item_a_head(cut)) {
+  if (one_item_a_head(c, cut)) {
     parallel_items(pool, heads, [&](int64_t item) {
       int64_t batch, head;
       of_head(item, batch, head);

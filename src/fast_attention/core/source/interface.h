@@ -57,6 +57,7 @@ struct TilesGradients {
   float *dk, *dv;      // (batch, groups, keys, dk_row or dv_row), zeros at first; rows are whole vectors
   int64_t dk_row, dv_row;
   float *d_numbers, *d_vectors;  // (batch, heads, number_count[, width]), zeros at first; nullptr: not wanted
+  bool part;  // normalisers and outputs are of more keys than the tiles': gradients are added to those of the others
 };
 
 // How tokens become features: number by number, or 2^(rows of a matrix times the token).
@@ -82,6 +83,7 @@ struct FeaturesCall {
   int64_t bias_batch, bias_head;
   States first, last;  // before the first key, after the last; null pointers where not given, not wanted
   int64_t number;      // of the call
+  bool normed;         // features of queries have the factor of their lengths, which normalisers of their own cancel
 };
 
 struct FeaturesGradients {
@@ -97,6 +99,50 @@ inline int64_t section_count(int64_t tokens) { return (tokens + SECTION - 1) / S
 inline int64_t state_numbers(int64_t features, int64_t values) {
   return (features + 31) / 32 * 32 * ((values + 31) / 32 * 32 + 2);
 }
+
+// Sums of blocks of keys that every block of queries reads but for the blocks around it. Reader t of `readers` has the
+// sums of blocks [0, low(t)) and [high(t), summed). Readers of a section, `together` of them, are one item of work.
+struct Outside {
+  int64_t summed, readers, low_shift, high_shift, together;
+  int64_t at(int64_t n) const { return n < 0 ? 0 : n > summed ? summed : n; }
+  int64_t low(int64_t t) const { return at(t + low_shift); }
+  int64_t high(int64_t t) const { return at(t + high_shift); }
+  int64_t sections() const { return (readers + together - 1) / together; }
+  int64_t end(int64_t section) const { return (section + 1) * together < readers ? (section + 1) * together : readers; }
+  bool reads(int64_t n) const { return n < low(readers - 1) || n >= high(0); }
+  int64_t slots() const { return summed + 2 * sections(); }  // sums of blocks, then of those outside of each section
+};
+
+// Near keys by tiles, sums of features for the others, and sink tokens, under one normaliser.
+struct HybridCall {
+  TilesCall near;     // `out` in float32; its sums become those of all keys; with numbers its mask leaves sink tokens out
+  FeaturesCall far;   // of the same tokens; its mask leaves sink tokens out; denominators: weights of the sums in outputs, then logarithms
+  int64_t block, before, after;  // tokens of a block, counted from the first key; near blocks around the query's own
+  bool causal;        // as many keys at least as queries, which are the last of them
+  const int64_t* ends;  // (batch, heads, end_count): positions of sink tokens; there is none from `keys` on
+  int64_t end_count, ends_batch, ends_head;
+
+  int64_t behind() const { return near.keys - near.length; }  // the position of the first query
+  int64_t first_block() const { return behind() >= 0 ? behind() / block : -((block - 1 - behind()) / block); }
+  int64_t key_blocks() const { return (near.keys + block - 1) / block; }
+  int64_t query_blocks() const { return (near.keys - 1) / block - first_block() + 1; }
+  int64_t together() const { return block > 128 ? 1 : block < 32 ? 8 : 256 / block; }
+  // What blocks of queries read of keys, and the gradients that blocks of keys read of queries.
+  Outside of_queries() const {
+    const int64_t b = first_block(), never = INT64_MAX / 2;
+    return {key_blocks(), query_blocks(), b - before, causal ? never : b + after + 1, together()};
+  }
+  Outside of_keys() const {
+    const int64_t b = first_block(), never = INT64_MIN / 2;
+    return {query_blocks(), key_blocks(), causal ? never : -b - after, before - b + 1, together()};
+  }
+};
+
+struct HybridGradients {
+  TilesGradients near;    // dq and the gradients of keys are float32, uninitialised
+  FeaturesGradients far;  // dq, dk and dv are the same memory; states: of_keys().slots()
+  float* ends;            // (batch, heads, sections of queries, end_count, rows of dk and dv)
+};
 
 // Buckets (batch, heads, rounds, length) of tokens by rotations (heads, rounds, width, columns).
 struct HashCall {
@@ -129,6 +175,8 @@ struct Kernels {
   void (*tiles_backward)(const TilesCall&, const TilesGradients&, const Pool&);
   bool (*features_forward)(const FeaturesCall&, const Pool&);
   void (*features_backward)(const FeaturesCall&, const FeaturesGradients&, const Pool&);
+  bool (*hybrid_forward)(const HybridCall&, const Pool&);
+  void (*hybrid_backward)(const HybridCall&, const HybridGradients&, const Pool&);
   void (*lsh_hash)(const HashCall&, const Pool&);
   void (*lsh_forward)(const LshCall&, const Pool&);
   void (*lsh_backward)(const LshCall&, const LshGradients&, const Pool&);

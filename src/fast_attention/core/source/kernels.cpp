@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "features.h"
+#include "hybrid.h"
 #include "lsh.h"
 #include "tiles.h"
 
@@ -14,6 +15,8 @@ const Kernels FAST_ATTENTION_JOIN(kernels_of_width_, FAST_ATTENTION_WIDTH) = {
     FAST_ATTENTION_NAMESPACE::tiles_backward,
     FAST_ATTENTION_NAMESPACE::features_forward,
     FAST_ATTENTION_NAMESPACE::features_backward,
+    FAST_ATTENTION_NAMESPACE::hybrid_forward,
+    FAST_ATTENTION_NAMESPACE::hybrid_backward,
     FAST_ATTENTION_NAMESPACE::lsh_hash,
     FAST_ATTENTION_NAMESPACE::lsh_forward,
     FAST_ATTENTION_NAMESPACE::lsh_backward,

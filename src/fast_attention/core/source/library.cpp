@@ -135,14 +135,8 @@ void tiles_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mayb
   kernels->tiles_forward(c, pool());
 }
 
-void tiles_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
-                    const MaybeTensor& numbers, const MaybeTensor& vectors, const MaybeTensor& sinks,
-                    const Tensor& tiles, const Tensor& ranges, int64_t first_offset, double scale, double cap,
-                    double dropout, int64_t seed, const Tensor& out, const Tensor& sums, const Tensor& grad_out,
-                    const Tensor& dq, const Tensor& dk, const Tensor& dv, const MaybeTensor& d_numbers,
-                    const MaybeTensor& d_vectors) {
-  const TilesCall c = tiles_call(q, k, v, key_mask, numbers, vectors, sinks, tiles, ranges, first_offset, scale, cap,
-                                 dropout, seed, out, sums);
+TilesGradients tiles_gradients(const TilesCall& c, const Tensor& grad_out, const Tensor& dq, const Tensor& dk,
+                               const Tensor& dv, const MaybeTensor& d_numbers, const MaybeTensor& d_vectors) {
   TilesGradients d{};
   d.grad_out = tokens(grad_out), d.dq = tokens(dq);
   d.dk = numbers_of<float>(dk), d.dv = numbers_of<float>(dv);
@@ -158,7 +152,18 @@ void tiles_backward(const Tensor& q, const Tensor& k, const Tensor& v, const May
     STD_TORCH_CHECK(d_vectors->numel() == c.batch * c.heads * c.number_count * c.width, "the gradients do not fit");
     d.d_vectors = numbers_of<float>(*d_vectors);
   }
-  kernels->tiles_backward(c, d, pool());
+  return d;
+}
+
+void tiles_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                    const MaybeTensor& numbers, const MaybeTensor& vectors, const MaybeTensor& sinks,
+                    const Tensor& tiles, const Tensor& ranges, int64_t first_offset, double scale, double cap,
+                    double dropout, int64_t seed, const Tensor& out, const Tensor& sums, const Tensor& grad_out,
+                    const Tensor& dq, const Tensor& dk, const Tensor& dv, const MaybeTensor& d_numbers,
+                    const MaybeTensor& d_vectors) {
+  const TilesCall c = tiles_call(q, k, v, key_mask, numbers, vectors, sinks, tiles, ranges, first_offset, scale, cap,
+                                 dropout, seed, out, sums);
+  kernels->tiles_backward(c, tiles_gradients(c, grad_out, dq, dk, dv, d_numbers, d_vectors), pool());
 }
 
 States states_of(const MaybeTensor& kv, const MaybeTensor& z, const MaybeTensor& log_scale, const FeaturesCall& c) {
@@ -178,7 +183,7 @@ FeaturesCall features_call(const Tensor& q, const Tensor& k, const Tensor& v, co
                            const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
                            const MaybeTensor& first_kv, const MaybeTensor& first_z, const MaybeTensor& first_scale,
                            int64_t map, double offset, double eps, bool causal, const Tensor& out,
-                           const Tensor& denominators, const Tensor& states) {
+                           const Tensor& denominators, const MaybeTensor& states, int64_t slots = 0) {
   static std::atomic<int64_t> calls{0};
   FeaturesCall c{};
   c.number = ++calls;
@@ -216,11 +221,12 @@ FeaturesCall features_call(const Tensor& q, const Tensor& k, const Tensor& v, co
     }
   }
   const int64_t lead = causal ? c.keys - c.length : c.keys;
-  const int64_t slots = section_count(lead) + (causal ? section_count(c.length) : 0) + 1;
-  STD_TORCH_CHECK(states.numel() == c.batch * c.heads * slots * state_numbers(c.features, c.values) &&
+  if (slots == 0) slots = section_count(lead) + (causal ? section_count(c.length) : 0) + 1;
+  STD_TORCH_CHECK((!states || states->numel() == c.batch * c.heads * slots * state_numbers(c.features, c.values)) &&
                       denominators.numel() == (exponential ? 2 : 1) * c.batch * c.heads * c.length,
                   "the memory of sums does not fit");
-  c.states = numbers_of<float>(states), c.denominators = numbers_of<float>(denominators);
+  c.denominators = numbers_of<float>(denominators);
+  if (states) c.states = numbers_of<float>(*states);
   c.first = states_of(first_kv, first_z, first_scale, c);
   STD_TORCH_CHECK(!c.first.kv || !exponential || c.first.log_scale, "a state of exponentials has scales");
   return c;
@@ -239,26 +245,17 @@ bool features_forward(const Tensor& q, const Tensor& k, const Tensor& v, const M
   return kernels->features_forward(c, pool());
 }
 
-void features_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
-                       const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
-                       const MaybeTensor& first_kv, const MaybeTensor& first_z, const MaybeTensor& first_scale, int64_t map,
-                       double offset, double eps, bool causal, const Tensor& out, const Tensor& denominators,
-                       const Tensor& states, const Tensor& grad_out, const MaybeTensor& d_last_kv,
-                       const MaybeTensor& d_last_z, const Tensor& dq, const Tensor& dk, const Tensor& dv,
-                       const Tensor& d_states, const MaybeTensor& d_first_kv, const MaybeTensor& d_first_z,
-                       const MaybeTensor& d_query_rows, const MaybeTensor& d_key_rows, const MaybeTensor& d_bias) {
-  const FeaturesCall c = features_call(q, k, v, key_mask, query_rows, key_rows, bias, first_kv, first_z, first_scale, map,
-                                       offset, eps, causal, out, denominators, states);
+// of sections of queries and of keys
+FeaturesGradients features_gradients(const FeaturesCall& c, const Tensor& grad_out, const Tensor& dq, const Tensor& dk,
+                                     const Tensor& dv, const MaybeTensor& d_states, int64_t slots, int64_t queries,
+                                     int64_t sections, const MaybeTensor& d_query_rows, const MaybeTensor& d_key_rows,
+                                     const MaybeTensor& d_bias) {
   FeaturesGradients d{};
   d.grad_out = tokens(grad_out), d.dq = tokens(dq), d.dk = tokens(dk), d.dv = tokens(dv);
-  d.last = states_of(d_last_kv, d_last_z, {}, c), d.first = states_of(d_first_kv, d_first_z, {}, c);
-  STD_TORCH_CHECK(!d.first.kv || c.first.kv, "only a state that was given has a gradient");
-  const int64_t lead = section_count(causal ? c.keys - c.length : c.keys), queries = section_count(c.length);
-  const int64_t sections = lead + (causal ? queries : 0), heads = c.batch * c.heads;
-  const int64_t rows = c.features * ((c.width + 31) / 32 * 32);
-  STD_TORCH_CHECK(d_states.numel() == heads * (queries + 1) * state_numbers(c.features, c.values),
+  const int64_t heads = c.batch * c.heads, rows = c.features * ((c.width + 31) / 32 * 32);
+  STD_TORCH_CHECK(!d_states || d_states->numel() == heads * slots * state_numbers(c.features, c.values),
                   "the memory of gradients does not fit");
-  d.states = numbers_of<float>(d_states);
+  if (d_states) d.states = numbers_of<float>(*d_states);
   if (d_query_rows) {
     STD_TORCH_CHECK(d_query_rows->numel() == heads * queries * rows, "gradients of rows do not fit");
     d.d_query_rows = numbers_of<float>(*d_query_rows);
@@ -272,7 +269,85 @@ void features_backward(const Tensor& q, const Tensor& k, const Tensor& v, const 
                     "gradients of the bias do not fit");
     d.d_bias = numbers_of<float>(*d_bias);
   }
+  return d;
+}
+
+void features_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                       const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
+                       const MaybeTensor& first_kv, const MaybeTensor& first_z, const MaybeTensor& first_scale, int64_t map,
+                       double offset, double eps, bool causal, const Tensor& out, const Tensor& denominators,
+                       const Tensor& states, const Tensor& grad_out, const MaybeTensor& d_last_kv,
+                       const MaybeTensor& d_last_z, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                       const Tensor& d_states, const MaybeTensor& d_first_kv, const MaybeTensor& d_first_z,
+                       const MaybeTensor& d_query_rows, const MaybeTensor& d_key_rows, const MaybeTensor& d_bias) {
+  const FeaturesCall c = features_call(q, k, v, key_mask, query_rows, key_rows, bias, first_kv, first_z, first_scale, map,
+                                       offset, eps, causal, out, denominators, states);
+  const int64_t lead = section_count(causal ? c.keys - c.length : c.keys), queries = section_count(c.length);
+  FeaturesGradients d = features_gradients(c, grad_out, dq, dk, dv, d_states, queries + 1, queries,
+                                           lead + (causal ? queries : 0), d_query_rows, d_key_rows, d_bias);
+  d.last = states_of(d_last_kv, d_last_z, {}, c), d.first = states_of(d_first_kv, d_first_z, {}, c);
+  STD_TORCH_CHECK(!d.first.kv || c.first.kv, "only a state that was given has a gradient");
   kernels->features_backward(c, d, pool());
+}
+
+// place: tokens of a block, near blocks before and after a query's own, causal, map of features
+HybridCall hybrid_call(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                       const Tensor& others, const Tensor& ends,
+                       const MaybeTensor& numbers, const MaybeTensor& sinks, const Tensor& tiles, const Tensor& ranges,
+                       const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
+                       int64_t first_offset, double scale, const std::vector<int64_t>& place, double offset,
+                       const Tensor& out, const Tensor& sums, const Tensor& weights, const MaybeTensor& states) {
+  HybridCall c{};
+  STD_TORCH_CHECK(place.size() == 5 && place[0] >= 1 && place[1] >= 0 && place[2] >= 0, "the blocks do not fit");
+  c.block = place[0], c.before = place[1], c.after = place[2], c.causal = place[3] != 0;
+  c.near = tiles_call(q, k, v, key_mask, numbers, {}, sinks, tiles, ranges, first_offset, scale, 0.0, 0.0, 0, out, sums);
+  STD_TORCH_CHECK(c.near.keys >= 1 && c.near.length >= 1 && (!c.causal || c.near.keys >= c.near.length) &&
+                      c.near.heads == c.near.groups && c.near.out.kind == FLOAT32,
+                  "such a call is not served");
+  c.far = features_call(q, k, v, others, query_rows, key_rows, bias, {}, {}, {}, place[4], offset, 0.0, false, out,
+                        weights, states, c.of_queries().slots());
+  c.far.normed = true;
+  STD_TORCH_CHECK(ends.dim() == 3 && ends.size(0) == c.near.batch && ends.size(1) == c.near.heads &&
+                      ends.scalar_type() == ScalarType::Long && (ends.stride(2) == 1 || ends.size(2) <= 1),
+                  "the sink tokens do not fit");
+  c.ends = static_cast<const int64_t*>(ends.data_ptr()), c.end_count = ends.size(2);
+  c.ends_batch = ends.stride(0), c.ends_head = ends.stride(1);
+  return c;
+}
+
+bool hybrid_forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                    const Tensor& others, const Tensor& ends,
+                    const MaybeTensor& numbers, const MaybeTensor& sinks, const Tensor& tiles, const Tensor& ranges,
+                    const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
+                    int64_t first_offset, double scale, std::vector<int64_t> place, double offset, const Tensor& out,
+                    const Tensor& sums, const Tensor& weights, const MaybeTensor& states) {
+  return kernels->hybrid_forward(hybrid_call(q, k, v, key_mask, others, ends, numbers, sinks, tiles, ranges, query_rows, key_rows,
+                                             bias, first_offset, scale, place, offset, out, sums, weights, states),
+                                 pool());
+}
+
+void hybrid_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
+                     const Tensor& others, const Tensor& ends,
+                     const MaybeTensor& numbers, const MaybeTensor& sinks, const Tensor& tiles, const Tensor& ranges,
+                     const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
+                     int64_t first_offset, double scale, std::vector<int64_t> place, double offset, const Tensor& out,
+                     const Tensor& sums, const Tensor& weights, const Tensor& states, const Tensor& grad_out,
+                     const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& d_ends, const MaybeTensor& d_states,
+                     const MaybeTensor& d_numbers, const MaybeTensor& d_query_rows, const MaybeTensor& d_key_rows,
+                     const MaybeTensor& d_bias) {
+  const HybridCall c = hybrid_call(q, k, v, key_mask, others, ends, numbers, sinks, tiles, ranges, query_rows, key_rows, bias,
+                                   first_offset, scale, place, offset, out, sums, weights, states);
+  const int64_t queries = c.of_queries().sections(), keys = c.of_keys().sections();
+  HybridGradients d{};
+  d.near = tiles_gradients(c.near, grad_out, dq, dk, dv, d_numbers, {});
+  d.near.part = true;
+  d.far = features_gradients(c.far, grad_out, dq, dk, dv, d_states, c.of_keys().slots(), queries, keys, d_query_rows,
+                             d_key_rows, d_bias);
+  STD_TORCH_CHECK(d.near.dq.kind == FLOAT32, "gradients are in float32 here");
+  d.ends = numbers_of<float>(d_ends);
+  STD_TORCH_CHECK(d_ends.numel() == c.near.batch * c.near.heads * queries * c.end_count * (d.near.dk_row + d.near.dv_row),
+                  "the gradients of sink tokens do not fit");
+  kernels->hybrid_backward(c, d, pool());
 }
 
 void lsh_hash(const Tensor& q, const Tensor& rotations, std::vector<int64_t> factors, const Tensor& buckets) {
@@ -363,6 +438,15 @@ STABLE_TORCH_LIBRARY(fast_attention_core, m) {
         "Tensor(e!)? d_first_kv, Tensor(f!)? d_first_z, Tensor(g!)? d_query_rows, Tensor(h!)? d_key_rows, "
         "Tensor(i!)? d_bias) -> ()");
 #undef FEATURES
+#define HYBRID                                                                                                   \
+  "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor others, Tensor ends, Tensor? numbers, Tensor? sinks, Tensor tiles, "      \
+  "Tensor ranges, Tensor? query_rows, Tensor? key_rows, Tensor? bias, int first_offset, float scale, int[] place, " \
+  "float offset, "
+  m.def("hybrid_forward(" HYBRID "Tensor(a!) out, Tensor(b!) sums, Tensor(c!) weights, Tensor(d!)? states) -> bool");
+  m.def("hybrid_backward(" HYBRID "Tensor out, Tensor sums, Tensor weights, Tensor states, Tensor grad_out, "
+        "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) d_ends, Tensor(e!)? d_states, Tensor(f!)? d_numbers, "
+        "Tensor(g!)? d_query_rows, Tensor(h!)? d_key_rows, Tensor(i!)? d_bias) -> ()");
+#undef HYBRID
   m.def("lsh_hash(Tensor q, Tensor rotations, int[] factors, Tensor(a!) buckets) -> ()");
   m.def(
       "lsh_forward(Tensor q, Tensor v, Tensor buckets, int number, int size, int[] flags, float scale, "
@@ -381,6 +465,8 @@ STABLE_TORCH_LIBRARY_IMPL(fast_attention_core, CPU, m) {
   m.impl("tiles_backward", TORCH_BOX(&tiles_backward));
   m.impl("features_forward", TORCH_BOX(&features_forward));
   m.impl("features_backward", TORCH_BOX(&features_backward));
+  m.impl("hybrid_forward", TORCH_BOX(&hybrid_forward));
+  m.impl("hybrid_backward", TORCH_BOX(&hybrid_backward));
   m.impl("lsh_hash", TORCH_BOX(&lsh_hash));
   m.impl("lsh_forward", TORCH_BOX(&lsh_forward));
   m.impl("lsh_backward", TORCH_BOX(&lsh_backward));

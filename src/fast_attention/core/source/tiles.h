@@ -14,10 +14,10 @@ constexpr int64_t MOST_ROWS = 96;   // of a tile
 constexpr int64_t SEGMENT = 288;    // queries of one item of work: they share packed keys
 constexpr float NOTHING = -INFINITE;
 
-// Keys that are packed together: 192 KiB, a part of the second cache.
+// Keys that are packed together: 128 KiB, a part of the second cache. The scores of ROWS queries stay in the first.
 inline int64_t chunk_keys(int64_t width) {
-  const int64_t keys = 49152 / (width > 1 ? width : 1) / PANEL * PANEL;
-  return keys < 2 * PANEL ? 2 * PANEL : keys > 1024 ? 1024 : keys;
+  const int64_t keys = 32768 / (width > 1 ? width : 1) / PANEL * PANEL;
+  return keys < 2 * PANEL ? 2 * PANEL : keys > 512 ? 512 : keys;
 }
 
 // Keys that stand one behind another in whole panels, and the ranges in them; counted from the chunk's first key.
@@ -31,7 +31,7 @@ struct Rows {
 };
 
 struct Scratch {
-  Buffer q, out, top, total, panels, value_panels, values, keys, scores, gradients, slopes, row, numbers, d_numbers,
+  Buffer q, out, top, total, panels, value_panels, values, keys, scores, gradients, slopes, row, d_numbers,
       vectors, products, vector_panel, d_products, d_vectors, key_bias, flags, grad, dq, inner;
   std::vector<Run> runs;
   std::vector<Rows> groups;
@@ -74,7 +74,6 @@ class TileWork {
     if (!direct_values) copied_values = m.values.floats(chunk * value_row);
     if (c.key_mask != nullptr) key_bias = m.key_bias.floats(chunk);
     offset_row = chunk + MOST_ROWS + PANEL;
-    if (c.numbers != nullptr) numbers = m.numbers.floats(offset_row);
     if (c.vectors != nullptr) {
       vectors = m.vectors.floats(offset_row * width_row);
       products = m.products.floats(MOST_ROWS * offset_row);
@@ -201,36 +200,43 @@ class TileWork {
     }
   }
 
-  // Scores of a tile into `scores`, with what positions, caps and masks do; minus infinity for keys that a row does not see.
-  void write_scores(const Tile& tile, float* slope) {
+  // The columns of panel p that a group sees: one half of it, or both.
+  static void half_panels(const Rows& hull, int64_t p, int64_t M, int64_t K, const float* A, int64_t row,
+                          const float* panel, float* to, int64_t to_row) {
+    const int64_t half = hull.high <= p + W ? 0 : hull.low >= p + W ? W : -1;
+    if (half < 0)
+      column_panel<2>(M, K, A, row, 1, panel, PANEL, to + p, to_row, false);
+    else
+      column_panel<1>(M, K, A, row, 1, panel + half, PANEL, to + p + half, to_row, false);
+  }
+
+  // Scores of the groups [from, to) of a tile into `scores`, with what positions, caps and masks do; minus infinity for
+  // keys that a row does not see.
+  void write_scores(const Tile& tile, int64_t from, int64_t to, float* slope) {
+    const int64_t top_row = from * ROWS, end_row = to * ROWS < tile.row_end - tile.row ? to * ROWS : tile.row_end - tile.row;
     const float* queries = q + (tile.row - row0) * width_row;
-    const int64_t number = tile.row_end - tile.row;
     int64_t at = 0;
     for (const Run& run : m.runs) {
       for (int64_t p = run.low; p < run.high; p += PANEL) {
         const float* panel = nullptr;  // it stays in the first cache for all groups
-        for (int64_t g = 0; g < groups_of_run; ++g) {
+        for (int64_t g = from; g < to; ++g) {
           const Rows& hull = m.groups[at + g];
           if (hull.high <= p || hull.low >= p + PANEL) continue;
           if (panel == nullptr) panel = key_panel(p / PANEL);
-          const int64_t first = g * ROWS, rows_here = number - first < ROWS ? number - first : ROWS;
-          column_panel<2>(rows_here, c.width, queries + first * width_row, width_row, 1, panel, PANEL,
-                          scores + first * score_row + p, score_row, false);
+          const int64_t first = g * ROWS, rows_here = end_row - first < ROWS ? end_row - first : ROWS;
+          half_panels(hull, p, rows_here, c.width, queries + first * width_row, width_row, panel,
+                      scores + (first - top_row) * score_row, score_row);
         }
       }
-      if (c.numbers != nullptr) copy_numbers(tile, run);
       if (c.vectors != nullptr) multiply_vectors(tile, run);
-      for (int64_t i = 0; i < number; ++i) {
+      for (int64_t i = top_row; i < end_row; ++i) {
         const Rows& hull = m.groups[at + i / ROWS];
         if (hull.low >= hull.high) continue;
-        float* line = scores + i * score_row;
-        if (c.cap > 0.0f) cap_scores(line, hull, slope == nullptr ? nullptr : slope + i * score_row);
-        if (c.numbers != nullptr) {
-          const float* offset = numbers + (number - 1 - i) - run.low;  // numbers[0]: the last row and the run's first key
-          for (int64_t j = hull.low; j < hull.high; j += W) store(line + j, load(line + j) + load(offset + j));
-        }
-        if (c.vectors != nullptr) {
-          const float* offset = products + i * offset_row + (number - 1 - i) - run.low;
+        float* line = scores + (i - top_row) * score_row;
+        if (c.cap > 0.0f) cap_scores(line, hull, slope == nullptr ? nullptr : slope + (i - top_row) * score_row);
+        if (c.numbers != nullptr) add_numbers(line, hull, tile.row + i);
+        if (c.vectors != nullptr) {  // products[0]: the last row and the run's first key
+          const float* offset = products + i * offset_row + (tile.row_end - tile.row - 1 - i) - run.low;
           for (int64_t j = hull.low; j < hull.high; j += W) store(line + j, load(line + j) + load(offset + j));
         }
         int64_t position = hull.low;
@@ -238,20 +244,39 @@ class TileWork {
           int64_t first, end;
           seen(c.ranges[r], tile.row + i, first, end);
           if (first >= end) continue;
-          for (; position < first; ++position) line[position] = NOTHING;
+          hide(line, position, first);
           if (c.ranges[r].count != 1) {
             const float gain = std::log2(static_cast<float>(c.ranges[r].count));
             for (int64_t j = first; j < end; ++j) line[j] += gain;
           }
           position = end > position ? end : position;
         }
-        for (; position < hull.high; ++position) line[position] = NOTHING;
+        hide(line, position, hull.high);
         if (c.key_mask != nullptr)
           for (int64_t j = hull.low; j < hull.high; j += W)
             store(line + j, load(key_bias + j) < 0.0f ? all(NOTHING) : load(line + j));
       }
       at += groups_of_run;
     }
+  }
+
+  // Makes the scores of keys [from, to) minus infinity.
+  static void hide(float* line, int64_t from, int64_t to) {
+    for (int64_t j = from / W * W; j < to; j += W) {
+      const Ints key = counting() + static_cast<int32_t>(j);
+      const Ints seen = (key < static_cast<int32_t>(from)) | (key >= static_cast<int32_t>(to));
+      store(line + j, seen ? load(line + j) : all(NOTHING));
+    }
+  }
+
+  // Adds the numbers of the offsets of query i; those that are not given are zero.
+  void add_numbers(float* line, const Rows& hull, int64_t i) const {
+    const float* from = c.numbers + it.head * c.numbers_head;
+    const int64_t shift = start - i - c.first_offset;  // of the number that belongs to key 0 of the chunk
+    int64_t j = hull.low < -shift ? -shift : hull.low;
+    const int64_t end = hull.high < c.number_count - shift ? hull.high : c.number_count - shift;
+    for (; j + W <= end; j += W) store(line + j, load(line + j) + load(from + shift + j) * LOG2E);
+    for (; j < end; ++j) line[j] += from[shift + j] * LOG2E;
   }
 
   // In units of log 2: cap tanh(s / cap), and its slope.
@@ -264,20 +289,8 @@ class TileWork {
     }
   }
 
-  // The numbers of all offsets of a tile and a run: chunk + MOST_ROWS of them at most.
-  void copy_numbers(const Tile& tile, const Run& run) {
-    const float* from = c.numbers + it.head * c.numbers_head;
-    const int64_t first = start + run.low - (tile.row_end - 1) - c.first_offset;
-    const int64_t n = run.high - run.low + (tile.row_end - tile.row) - 1;
-    for (int64_t o = 0; o < n; ++o) {
-      const int64_t at = first + o;
-      numbers[o] = at >= 0 && at < c.number_count ? from[at] * LOG2E : 0.0f;
-    }
-    for (int64_t o = n; o < n + W; ++o) numbers[o] = 0.0f;
-  }
-
-  // The vectors of all offsets of a tile and a run, offsets as in copy_numbers, and zeros up to whole panels, which end at
-  // the number that is returned.
+  // The vectors of all offsets of a tile and a run (the first: of the last row and the run's first key), and zeros up to
+  // whole panels, which end at the number that is returned.
   int64_t copy_vectors(const Tile& tile, const Run& run) {
     const float* from = c.vectors + it.head * c.number_count * c.width;
     const int64_t first = start + run.low - (tile.row_end - 1) - c.first_offset;
@@ -328,10 +341,21 @@ class TileWork {
                                                           groups_of_run = 0, offset_row = 0;
   bool direct_values = false, direct_keys = false;
   float *q, *panels, *value_panels = nullptr, *scores, *row, *copied_values = nullptr, *copied_keys = nullptr,
-                                *key_bias = nullptr, *numbers = nullptr, *vectors = nullptr, *products = nullptr,
+                                *key_bias = nullptr, *vectors = nullptr, *products = nullptr,
                                 *vector_panel = nullptr;
   uint8_t* flags;
 };
+
+// Powers of two of a row of scores below `top`, in place; their sum.
+inline float powers(float* line, const Rows& hull, float top) {
+  Vec added = {};
+  for (int64_t j = hull.low; j < hull.high; j += W) {
+    const Vec weight = exp2(load(line + j) - top);
+    store(line + j, weight);
+    added += weight;
+  }
+  return sum(added);
+}
 
 inline void forward_item(const TilesCall& c, const Item& item) {
   Scratch& m = scratch();
@@ -350,52 +374,59 @@ inline void forward_item(const TilesCall& c, const Item& item) {
       const Tile& tile = item.tiles[t];
       if (!work.find_runs(tile)) continue;
       work.find_groups(tile);
-      work.write_scores(tile, nullptr);
       const int64_t number = tile.row_end - tile.row, groups = work.groups_of_run;
-      for (int64_t i = 0; i < number; ++i) {  // a row of scores is in the first cache
-        float* line = work.scores + i * work.score_row;
-        Vec most = all(NOTHING);
-        for (size_t r = 0; r < m.runs.size(); ++r) {
-          const Rows& hull = m.groups[r * groups + i / ROWS];
-          for (int64_t j = hull.low; j < hull.high; j += W) most = larger(load(line + j), most);
-        }
-        const int64_t at = tile.row - work.row0 + i;
-        const float before = top[at], now = largest(most) > before ? largest(most) : before;
-        if (now == NOTHING) {
+      const int64_t step = c.vectors == nullptr ? 1 : groups;  // products with vectors are of a whole tile
+      for (int64_t g = 0; g < groups; g += step) {
+        work.write_scores(tile, g, g + step, nullptr);
+        const int64_t end_row = (g + step) * ROWS < number ? (g + step) * ROWS : number;
+        for (int64_t i = g * ROWS; i < end_row; ++i) {  // a row of scores is in the first cache
+          float* line = work.scores + (i - g * ROWS) * work.score_row;
+          const int64_t at = tile.row - work.row0 + i;
+          Vec most = all(NOTHING);
           for (size_t r = 0; r < m.runs.size(); ++r) {
             const Rows& hull = m.groups[r * groups + i / ROWS];
-            for (int64_t j = hull.low; j < hull.high; j += W) store(line + j, Vec{});
+            for (int64_t j = hull.low; j < hull.high; j += W) most = larger(load(line + j), most);
           }
-          continue;
-        }
-        Vec added = {};
-        const uint32_t hash = c.dropout > 0.0f ? work.hash_of_row(tile.row + i) : 0;
-        for (size_t r = 0; r < m.runs.size(); ++r) {
-          const Rows& hull = m.groups[r * groups + i / ROWS];
-          for (int64_t j = hull.low; j < hull.high; j += W) {
-            const Vec weight = exp2(load(line + j) - now);
-            store(line + j, c.dropout > 0.0f ? weight * work.kept(hash, first + j) : weight);
-            added += weight;
+          const float before = top[at], here = largest(most), now = here > before ? here : before;
+          if (now == NOTHING) {
+            for (size_t r = 0; r < m.runs.size(); ++r) {
+              const Rows& hull = m.groups[r * groups + i / ROWS];
+              for (int64_t j = hull.low; j < hull.high; j += W) store(line + j, Vec{});
+            }
+            continue;
           }
+          float added = 0.0f;
+          for (size_t r = 0; r < m.runs.size(); ++r) {
+            const Rows& hull = m.groups[r * groups + i / ROWS];
+            added += powers(line, hull, now);
+            if (c.dropout > 0.0f) {
+              const uint32_t hash = work.hash_of_row(tile.row + i);
+              for (int64_t j = hull.low; j < hull.high; j += W)
+                store(line + j, load(line + j) * work.kept(hash, first + j));
+            }
+          }
+          if (before != now && before != NOTHING) {
+            const float decay = exp2(before - now);
+            total[at] *= decay;
+            for (int64_t e = 0; e < value_row; e += W) store(out + at * value_row + e, load(out + at * value_row + e) * decay);
+          }
+          total[at] += added;
+          top[at] = now;
         }
-        const float decay = before == NOTHING ? 0.0f : now == before ? 1.0f : exp2(before - now);
-        total[at] = total[at] * decay + sum(added);
-        top[at] = now;
-        if (decay != 1.0f)
-          for (int64_t e = 0; e < value_row; e += W) store(out + at * value_row + e, load(out + at * value_row + e) * decay);
+        for (size_t r = 0; r < m.runs.size(); ++r)
+          for (int64_t n = g; n < g + step; ++n) {
+            const Rows& hull = m.groups[r * groups + n];
+            if (hull.low >= hull.high) continue;
+            const int64_t end = hull.high < work.size ? hull.high : work.size;
+            int64_t distance;
+            const float* values = work.value_rows(hull.low, end, distance);
+            const int64_t first_row = n * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
+            product(rows_here, value_row, end - hull.low,
+                    work.scores + (first_row - g * ROWS) * work.score_row + hull.low, work.score_row, 1,
+                    values + hull.low * distance, distance, out + (tile.row - work.row0 + first_row) * value_row,
+                    value_row, true);
+          }
       }
-      for (size_t r = 0; r < m.runs.size(); ++r)
-        for (int64_t g = 0; g < groups; ++g) {
-          const Rows& hull = m.groups[r * groups + g];
-          if (hull.low >= hull.high) continue;
-          const int64_t end = hull.high < work.size ? hull.high : work.size;
-          int64_t distance;
-          const float* values = work.value_rows(hull.low, end, distance);
-          const int64_t first_row = g * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
-          product(rows_here, value_row, end - hull.low, work.scores + first_row * work.score_row + hull.low,
-                  work.score_row, 1, values + hull.low * distance, distance,
-                  out + (tile.row - work.row0 + first_row) * value_row, value_row, true);
-        }
     }
   }
   float* sums = c.sums + ((item.batch * c.heads + item.head) * c.length + work.row0) * 2;
@@ -445,15 +476,15 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
   float *grad = m.grad.floats(rows * value_row), *dq = m.dq.floats(rows * width_row);
   float *inner = m.inner.floats(rows), *slopes = m.gradients.floats(MOST_ROWS * work.score_row);
   float* slope = c.cap > 0.0f ? m.slopes.floats(MOST_ROWS * work.score_row) : nullptr;
-  std::memset(dq, 0, static_cast<size_t>(rows * width_row) * 4);
+  if (!d.part) std::memset(dq, 0, static_cast<size_t>(rows * width_row) * 4);
+  for (int64_t i = 0; d.part && i < rows; ++i)
+    read_row(d.dq, work.query(d.dq, work.row0 + i), c.width, width_row, 1.0f / (c.scale * LOG2E), dq + i * width_row);
   const float* sums = c.sums + ((item.batch * c.heads + item.head) * c.length + work.row0) * 2;
   for (int64_t i = 0; i < rows; ++i) {
     float* line = grad + i * value_row;
     read_row(d.grad_out, work.query(d.grad_out, work.row0 + i), c.values, value_row, 1.0f, line);
-    read_row(c.out, work.query(c.out, work.row0 + i), c.values, c.values, 1.0f, work.row);
-    double product = 0.0;
-    for (int64_t e = 0; e < c.values; ++e) product += static_cast<double>(line[e]) * work.row[e];
-    inner[i] = static_cast<float>(product);
+    read_row(c.out, work.query(c.out, work.row0 + i), c.values, value_row, 1.0f, work.row);
+    inner[i] = inner_product(line, work.row, value_row);
   }
   float products[MOST_ROWS];  // sum_j P_ij dP_ij
   const int64_t head_keys = (item.batch * c.groups + work.group) * c.keys;
@@ -468,9 +499,9 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
       const Tile& tile = item.tiles[t];
       if (!work.find_runs(tile)) continue;
       work.find_groups(tile);
-      work.write_scores(tile, slope);
       const int64_t number = tile.row_end - tile.row, groups = work.groups_of_run, at = tile.row - work.row0;
-      const bool is_whole = c.ranges[tile.range].first >= first && c.ranges[tile.range_end - 1].end <= first + chunk;
+      work.write_scores(tile, 0, groups, slope);
+      const bool is_whole = !d.part && c.ranges[tile.range].first >= first && c.ranges[tile.range_end - 1].end <= first + chunk;
       for (int64_t i = 0; i < number; ++i) products[i] = is_whole ? 0.0f : inner[at + i];
       for (size_t r = 0; r < m.runs.size(); ++r) {
         const Run& run = m.runs[r];
@@ -481,8 +512,8 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
             if (hull.high <= p || hull.low >= p + PANEL) continue;
             if (panel == nullptr) panel = work.value_panel(p / PANEL);
             const int64_t first_row = g * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
-            column_panel<2>(rows_here, c.values, grad + (at + first_row) * value_row, value_row, 1, panel, PANEL,
-                            slopes + first_row * work.score_row + p, work.score_row, false);
+            work.half_panels(hull, p, rows_here, c.values, grad + (at + first_row) * value_row, value_row, panel,
+                             slopes + first_row * work.score_row, work.score_row);
           }
         }
         for (int64_t i = 0; i < number; ++i) {  // P and dP, in place of scores and dO V^T
@@ -559,11 +590,24 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
                 for (int64_t e = 0; e < c.width; ++e) to[(begin + o) * c.width + e] += d_vectors[o * width_row + e];
           }
         }
-        const int64_t end = run_high < work.size ? run_high : work.size, keys_here = end - run_low;
-        product(keys_here, value_row, number, work.scores + run_low, 1, work.score_row, grad + at * value_row, value_row,
-                dv + run_low * d.dv_row, d.dv_row, true);
-        product(keys_here, width_row, number, slopes + run_low, 1, work.score_row, work.q + at * width_row, width_row,
-                dk + run_low * d.dk_row, d.dk_row, true);
+        const int64_t end = run_high < work.size ? run_high : work.size;
+        for (int64_t j = run_low; j < end; j += ROWS) {  // a row of ROWS keys, and the queries that see some of them
+          int64_t first_group = groups, last_group = 0;
+          for (int64_t g = 0; g < groups; ++g) {
+            const Rows& hull = m.groups[r * groups + g];
+            if (hull.low >= j + ROWS || hull.high <= j) continue;
+            if (first_group == groups) first_group = g;
+            last_group = g;
+          }
+          if (first_group == groups) continue;
+          const int64_t top_row = first_group * ROWS, keys_here = end - j < ROWS ? end - j : ROWS;
+          const int64_t end_row = (last_group + 1) * ROWS < number ? (last_group + 1) * ROWS : number;
+          const int64_t from = top_row * work.score_row + j, row = at + top_row;
+          product(keys_here, value_row, end_row - top_row, work.scores + from, 1, work.score_row, grad + row * value_row,
+                  value_row, dv + j * d.dv_row, d.dv_row, true);
+          product(keys_here, width_row, end_row - top_row, slopes + from, 1, work.score_row, work.q + row * width_row,
+                  width_row, dk + j * d.dk_row, d.dk_row, true);
+        }
         int64_t distance;
         const float* keys = work.key_rows(run_low, end, distance);
         for (int64_t g = 0; g < groups; ++g) {

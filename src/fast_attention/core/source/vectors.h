@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <utility>
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -46,20 +47,46 @@ inline Vec larger(Vec a, Vec b) {
 #endif
 }
 
+// The order in which numbers S apart change places, as a constant of the program.
+template <int S, int... J>
+inline Vec swapped(Vec v, std::integer_sequence<int, J...>) {
+#if defined(__GNUC__) && !defined(__clang__)
+  return __builtin_shuffle(v, Ints{(J ^ S)...});
+#else
+  return __builtin_shufflevector(v, v, (J ^ S)...);
+#endif
+}
+
+// Combines the numbers of a vector by halves; every place has the result.
+template <int S, class Function>
+inline Vec folded(Vec v, Function&& two) {
+  v = two(v, swapped<S>(v, std::make_integer_sequence<int, W>{}));
+  if constexpr (S > 1) v = folded<S / 2>(v, two);
+  return v;
+}
+
 inline float sum(Vec v) {
-  float parts[W], total[4] = {0, 0, 0, 0};
-  store(parts, v);
-  for (int i = 0; i < W; ++i) total[i % 4] += parts[i];
-  return (total[0] + total[1]) + (total[2] + total[3]);
+  return folded<W / 2>(v, [](Vec a, Vec b) { return a + b; })[0];
+}
+
+// Of rows of whole vectors, added up in double precision.
+inline float inner_product(const float* a, const float* b, int64_t n) {
+  typedef float Half __attribute__((vector_size(W * 2)));
+  typedef double Doubles __attribute__((vector_size(W * 4)));
+  Doubles added = {};
+  for (int64_t i = 0; i < n; i += W / 2) {
+    Half x, y;
+    std::memcpy(&x, a + i, sizeof x);
+    std::memcpy(&y, b + i, sizeof y);
+    added += __builtin_convertvector(x, Doubles) * __builtin_convertvector(y, Doubles);
+  }
+  double total = 0.0;
+  for (int i = 0; i < W / 2; ++i) total += added[i];
+  return static_cast<float>(total);
 }
 
 inline float largest(Vec v) {
-  float parts[W], top[4];
-  store(parts, v);
-  for (int i = 0; i < 4; ++i) top[i] = parts[i];
-  for (int i = 4; i < W; ++i) top[i % 4] = parts[i] > top[i % 4] ? parts[i] : top[i % 4];
-  float a = top[0] > top[1] ? top[0] : top[1], b = top[2] > top[3] ? top[2] : top[3];
-  return a > b ? a : b;
+  return folded<W / 2>(v, [](Vec a, Vec b) { return larger(a, b); })[0];
 }
 
 // 0, 1, 2, ...
@@ -84,9 +111,8 @@ inline Vec from_bits(Ints i) {
 // 2^x for x < 128; 0 from -126 down, and for minus infinity. The relative error is about 1e-7.
 __attribute__((always_inline)) inline Vec exp2(Vec x) {
   const Vec rounding = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
-  const Vec bounded = larger(x, all(-126.0f));
-  const Vec shifted = bounded + rounding;
-  const Vec f = bounded - (shifted - rounding);  // in [-1/2, 1/2]
+  const Vec shifted = x + rounding;
+  const Vec f = x - (shifted - rounding);  // in [-1/2, 1/2]
   Vec p = all(1.535336188319500e-4f);
   p = p * f + 1.339887440266574e-3f;
   p = p * f + 9.618437357674640e-3f;
@@ -94,7 +120,7 @@ __attribute__((always_inline)) inline Vec exp2(Vec x) {
   p = p * f + 2.402264791363012e-1f;
   p = p * f + 6.931472028550421e-1f;
   p = p * f + 1.0f;
-  const Vec power = from_bits(bits(p) + ((bits(shifted) - bits(rounding)) << 23));
+  const Vec power = from_bits(bits(p) + (bits(shifted) << 23));  // the shift leaves the whole number alone
   return x > -126.0f ? power : Vec{};
 }
 
@@ -170,7 +196,9 @@ inline uint16_t narrowed(float value, Kind kind) {
 inline void read_row(const Tokens& x, int64_t offset, int64_t n, int64_t padded, float factor, float* to) {
   if (x.kind == FLOAT32) {
     const float* from = static_cast<const float*>(x.data) + offset;
-    for (int64_t i = 0; i < n; ++i) to[i] = from[i] * factor;
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, load(from + i) * factor);
+    for (; i < n; ++i) to[i] = from[i] * factor;
   } else {
     const uint16_t* from = static_cast<const uint16_t*>(x.data) + offset;
     if (x.kind == BFLOAT16)
@@ -184,7 +212,9 @@ inline void read_row(const Tokens& x, int64_t offset, int64_t n, int64_t padded,
 inline void write_row(const Tokens& x, int64_t offset, int64_t n, float factor, const float* from) {
   if (x.kind == FLOAT32) {
     float* to = static_cast<float*>(x.data) + offset;
-    for (int64_t i = 0; i < n; ++i) to[i] = from[i] * factor;
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, load(from + i) * factor);
+    for (; i < n; ++i) to[i] = from[i] * factor;
     return;
   }
   uint16_t* to = static_cast<uint16_t*>(x.data) + offset;

@@ -43,7 +43,9 @@ def key_pairs(
     GRAD, gt, other, length, factors, weights, V, vt, first, keys, VISIBLE, E,
     HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """The same of a block of keys and one of queries, (keys, queries); zeros where these come earlier."""
+    """The gradients of pairs as (keys, queries), for a block of keys and one of queries; zeros where these come
+    earlier.
+    """
     pairs = tl.zeros((BT, BT), tl.float32)
     for e in range(0, E, BE):
         v = tile(V, vt, first, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
@@ -68,7 +70,7 @@ def through_state(
 
 @triton.jit
 def through_keys(z, b, pairs, early, far, PRECISION: tl.constexpr, BT: tl.constexpr):
-    """What a block of keys with logarithms b gives to the gradients of queries' logarithms z."""
+    """The gradients of queries' logarithms z that a block of keys with logarithms b gives."""
     if far:
         rows, dz = tl.arange(0, BT), tl.zeros(z.shape, tl.float32)
         for j in range(0, BT):
@@ -83,7 +85,7 @@ def through_keys(z, b, pairs, early, far, PRECISION: tl.constexpr, BT: tl.conste
 
 @triton.jit
 def through_queries(b, g, pairs, far, PRECISION: tl.constexpr, BT: tl.constexpr):
-    """What a block of queries with logarithms g gives to the gradients of keys' logarithms b."""
+    """The gradients of keys' logarithms b that a block of queries with logarithms g gives."""
     if far:
         rows, db = tl.arange(0, BT), tl.zeros(b.shape, tl.float32)
         for i in range(0, BT):

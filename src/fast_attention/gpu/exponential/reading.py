@@ -1,4 +1,6 @@
-"""What queries read: the states before their chunk and, where causal, the pairs inside it, over their largest terms."""
+"""Kernels that read for queries: the states before their chunk and, where causal, the pairs inside it, over their
+largest terms.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def of_state(
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
     BE: tl.constexpr,
 ):  # fmt: skip
-    """What queries x read from a state: the logarithms over which, numerators and denominators."""
+    """Read a state for queries x: the logarithms over which, numerators and denominators."""
     numerator, denominator = tl.zeros((BT, BE), tl.float32), tl.zeros((BT,), tl.float32)
     largest = tl.full((BT,), FLOOR, tl.float32)
     for d in range(0, D, BD):

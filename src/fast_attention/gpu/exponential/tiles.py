@@ -29,7 +29,7 @@ def tokens(pointer, stride, first, length, width, visible, HAS_MASK: tl.constexp
 def turned_tokens(
     pointer, stride, first, length, width, visible, HAS_MASK: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr
 ):
-    """The same, (BW, BT)."""
+    """Load a tile of tokens as columns, (BW, BT)."""
     rows, columns = first + tl.arange(0, BT), tl.arange(0, BW)
     inside = (columns < width)[:, None] & known(visible, first, length, HAS_MASK, BT)[None, :]
     return tl.load(pointer + rows.to(tl.int64)[None, :] * stride + columns[:, None], mask=inside, other=0.0)
@@ -72,7 +72,7 @@ def turned_of_tokens(
     x, ROWS, BIAS, d, D, width, lower, scale, beyond,
     HALF: tl.constexpr, HAS_BIAS: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """The same of tokens x (BW, tokens), (BD, tokens): products need no transpose."""
+    """Logarithms of features of tokens x (BW, tokens), as (BD, tokens): products need no transpose."""
     z = product(tokens(ROWS, width, d, D, width, ROWS, False, BD, BW), x)
     if x.dtype != tl.float32:
         z += product(tokens(ROWS + lower, width, d, D, width, ROWS, False, BD, BW), x)

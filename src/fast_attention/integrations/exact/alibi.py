@@ -59,7 +59,7 @@ class BloomAttention(modeling_bloom.BloomAttention):
         self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Any, layer_past: Any = None,
         *args: Any, **settings: Any,
     ) -> Any:  # fmt: skip
-        """As transformers' module; in tiles where the mask is a ``Visibility``."""
+        """Run transformers' module; in tiles where the mask is a ``Visibility``."""
         dropout = self.attention_dropout.p
         if _in_tiles(self, attention_mask, dropout) and not (self.pretraining_tp > 1 and self.slow_but_exact):
             attend = _attend(self, shared.bloom_slopes(self.num_heads, hidden_states.device), attention_mask)
@@ -77,7 +77,7 @@ class MptAttention(modeling_mpt.MptAttention):
         self, hidden_states: Tensor, position_bias: Tensor, cache: Any = None, attention_mask: Any = None,
         **settings: Any,
     ) -> Any:  # fmt: skip
-        """As transformers' module; in tiles where the mask is a ``Visibility``."""
+        """Run transformers' module; in tiles where the mask is a ``Visibility``."""
         if _in_tiles(self, attention_mask, self.attn_dropout_p):
             attend = _attend(self, shared.mpt_slopes(self.n_heads, hidden_states.device), attention_mask)
             return shared.mpt(self, attend, hidden_states, cache)

@@ -50,7 +50,7 @@ def attention(
     before: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extra: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """What the model's own attention function gives; in a form of ours where the mask is a ``Visibility``."""
+    """Run the model's own attention function, or a form of ours where the mask is a ``Visibility``."""
     given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **extra}
     if is_causal is None:
         del given["is_causal"]
@@ -236,7 +236,7 @@ def _runs_apart(seen: Visibility, q: Tensor, k: Tensor) -> bool:
 
 
 def _packed(q: Tensor) -> Visibility | None:
-    """What a text sees in a packed row, of which the model makes no mask."""
+    """The visibility of a text in a packed row, for which the model makes no mask."""
     borders = next(calls.packed(), None)
     return None if borders is None else Visibility(_no_mask, packing=packed_rows.texts_of(borders))
 

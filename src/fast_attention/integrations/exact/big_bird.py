@@ -29,7 +29,7 @@ class BigBirdBlockSparseAttention(modeling_big_bird.BigBirdBlockSparseAttention)
     """The attention module with the same parts."""
 
     def exact_form(self) -> tuple[str, int | None]:
-        """What runs, in words, and from how many tokens on; None: at no length anything else than before."""
+        """Describe the form that runs, and from how many tokens on; None where no length runs anything new."""
         if why := core.unavailable():
             return f"what ran before: tiles need the compiled core ({why})", None
         return f"near, global and random blocks of {self.block_size}, in tiles", SHORTEST

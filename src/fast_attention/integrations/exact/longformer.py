@@ -28,7 +28,7 @@ SHORTEST = 128  # tokens
 
 
 def attention_form(self: Any) -> tuple[str, int | None]:
-    """What runs, in words, and from how many tokens on; None: at no length anything else than before."""
+    """Describe the form that runs, and from how many tokens on; None where no length runs anything new."""
     if why := core.unavailable():
         return f"what ran before: tiles need the compiled core ({why})", None
     return f"window of {self.one_sided_attn_window_size} each side and global tokens, in tiles", SHORTEST

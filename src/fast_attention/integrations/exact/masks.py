@@ -44,7 +44,7 @@ def structured(
     mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, device: Any = "cpu",
     **settings: Any,
 ) -> Any:  # fmt: skip
-    """What transformers' mask function for ``before`` gives, or a ``Visibility`` where a form of ours pays."""
+    """Call transformers' mask function ``before``, or give a ``Visibility`` where a form of ours pays."""
 
     def dense(**changes: Any) -> Any:
         given: dict[str, Any] = {
@@ -124,7 +124,7 @@ def _is_served(seen: Visibility, positions: Positions) -> bool:
 
 
 def of_keys(mask: Any, q: Tensor, k: Tensor) -> Visibility | None:
-    """What a mask (B, 1, 1, S) lets each query of a text see; None of other masks."""
+    """The keys that a mask (B, 1, 1, S) lets each query of a text see; None for other masks."""
     if not isinstance(mask, Tensor) or mask.shape[1:3] != (1, 1) or not 1 < q.shape[-2] == k.shape[-2]:
         return None
     seen = visible.given(torch.nn.Module(), q, k, mask, is_causal=False)

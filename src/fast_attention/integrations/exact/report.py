@@ -120,7 +120,7 @@ class ExactReport:
         return "\n".join([*lines, *total, *self.notes])
 
     def _gains(self) -> Iterator[str]:
-        """What is faster, and from how many tokens on."""
+        """Say what is faster, and from how many tokens on."""
         if self.faster:
             start = min(layer.faster_from or 0 for layer in self.faster)
             yield f"{len(self.faster)} of {len(self.layers)} attention layers from {start:,} tokens on"

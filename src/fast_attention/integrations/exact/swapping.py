@@ -117,7 +117,7 @@ def _sizes(module: Any) -> tuple[int, int]:
 
 
 def _layer(model: PreTrainedModel, name: str, call: Call) -> ExactLayer:
-    """What a layer computes, and what runs it now."""
+    """The function that a layer computes, and what runs it now."""
     computes, runs, start, padded = described(call, model)
     reads_rows = model.main_input_name != "pixel_values"  # which are never padded
     padded = padded if reads_rows else None
@@ -126,7 +126,7 @@ def _layer(model: PreTrainedModel, name: str, call: Call) -> ExactLayer:
 
 
 def described(call: Call, model: Any) -> tuple[str, str, int | None, int | None]:
-    """What a layer that calls the interface computes, what runs it, and from how many tokens on, padded too."""
+    """Say for a layer that calls the interface what it computes, what runs it, and from how many tokens on, padded too."""
     seen, order = call.seen, "causal " if call.is_causal else ""
     named = getattr(getattr(call.module, "config", model.config), "_attn_implementation", None)
     weights = (*call.module.parameters(), *model.parameters())

@@ -27,7 +27,7 @@ from fast_attention.integrations.visible import Visibility
 
 @dataclass(frozen=True)
 class Relative:
-    """What a layer adds to scores for each offset of the key: ``engine.offsets.Positions`` of T5.
+    """Scores that a layer adds for each offset of the key: ``engine.offsets.Positions`` of T5.
 
     Args:
         layer: The layer with the table, ``relative_attention_bias``; None: cross attention, to which nothing is added.
@@ -58,7 +58,7 @@ class Relative:
 
 
 class Undecided(Relative):
-    """The same of a layer that does not know its mask when it makes this."""
+    """Scores for each offset in a layer that does not know its mask when it makes them."""
 
     def takes(self, module: Any, q: Tensor, mask: Any) -> bool:
         """Whether our form runs in a module under a mask."""
@@ -105,7 +105,7 @@ def forward(
     self: Any, hidden_states: Tensor, mask: Any = None, key_value_states: Any = None, position_bias: Any = None,
     *args: Any, **settings: Any,
 ) -> Any:  # fmt: skip
-    """As transformers' module; ``position_bias`` may be our form."""
+    """Run transformers' module; ``position_bias`` may be our form."""
     bias = _relative(self, hidden_states, mask, position_bias, crosses=key_value_states is not None)
     return _own(self).forward(self, hidden_states, mask, key_value_states, bias, *args, **settings)
 

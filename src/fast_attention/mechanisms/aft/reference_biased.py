@@ -136,7 +136,7 @@ def _triangle(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor, *, s
 
 
 def _halves(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor, *, rounds: int) -> Tensor:
-    """What right halves gather from left halves, of blocks cut into 2, 4 ... ``2^rounds`` parts."""
+    """Sums that right halves gather from left halves, of blocks cut into 2, 4 ... ``2^rounds`` parts."""
     sums = torch.zeros_like(both)
     for depth in range(rounds):
         left, right = (

@@ -117,7 +117,7 @@ class Convolution(Projection):
         return Kernels(_uniform((shape.heads, stride), stride), _uniform((shape.heads, stride), stride))
 
     def limit(self, w: Kernels, rank: int) -> int:
-        """As many strides as slots."""
+        """Limit the rank to as many strides as slots."""
         return rank * w.E.shape[-1]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Kernels, rank: int, key_mask: Tensor | None) -> Tensor:

@@ -20,8 +20,7 @@ from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanisms.hybrid import reference
-from fast_attention.mechanisms.hybrid.far_sums import FarSums, block_sums, sums_outside
-from fast_attention.mechanisms.hybrid.positions import Plan, plan_of
+from fast_attention.mechanisms.hybrid.reference import FarSums, Plan, block_sums, sums_outside
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.kernelised import Kernelised
@@ -68,7 +67,7 @@ def merged(
     length, keys = q.shape[-2], k.shape[-2]
     start = keys - length
     front = start % near.block_size
-    plan = plan_of(near, length + front, keys, start - front, is_causal=is_causal)
+    plan = Plan.of(near, length + front, keys, start - front, is_causal=is_causal)
     phi_q, phi_k = far.per_token(w)
     queries, features = phi_q(pad(q, (0, 0, front, 0))), masked_keys(phi_k, k, others)
     far_part = _outside(queries, features, v, plan)
@@ -87,8 +86,7 @@ def _outside(queries: Features, keys: Features, v: Tensor, plan: Plan) -> Part:
     """The far keys outside of the span of a block of queries."""
     blocks = block_sums(keys, v, start=plan.first, block=plan.block, number=plan.key_blocks)
     none = linear_state.empty(Features(keys.values[..., :1, :], _first(keys.log_scale)), v)
-    sums, log_scale = FarSums.of(none)
-    outside = sums_outside(blocks, FarSums(sums.unsqueeze(-3), log_scale.unsqueeze(-1)), plan)
+    outside = sums_outside(blocks, FarSums.of(none), plan)
     rows = split(queries.values, plan.block) @ outside.sums
     scale = None if queries.log_scale is None else split(queries.log_scale[..., None], plan.block)[..., 0]
     length = queries.values.shape[-2]

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fast_attention.biases import sinks as learned_sinks
 from fast_attention.biases.bias import Bias, TransformerXL
@@ -29,15 +28,13 @@ from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.scan import FLOOR
-from fast_attention.engine.tracing import replaced, symbolic
+from fast_attention.engine.tracing import replaced, symbolic, traced
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.hybrid import gpu
-from fast_attention.mechanisms.hybrid.far_sums import FarSums, block_sums
-from fast_attention.mechanisms.hybrid.fast import near_far_attention
-from fast_attention.mechanisms.hybrid.positions import plan_of
-from fast_attention.mechanisms.hybrid.reference import attend_near
+from fast_attention.mechanisms.hybrid import compiled, gpu, reference
+from fast_attention.mechanisms.hybrid.compiled import OutOfRangeError
+from fast_attention.mechanisms.hybrid.reference import FarSums, attend_near, block_sums
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
@@ -70,7 +67,6 @@ def attend(
     The exponentials of ``learned_sinks`` (H,) add to normalisers.
     """
     size, (phi_q, phi_k) = near.block_size, far.per_token(w)
-    trace.record("chosen blocks exact, the others as sums of features", f"{near!r} leaves blocks out")
     table = of_blocks(q, k, key_mask, size=size, topk=near.topk)
     sinks, others = SinkTokens.of(k, v, append(None, k, v, key_mask).visible, first=first, last=last)
     sinks = SinkTokens(sinks.k[..., None, :, :], sinks.v[..., None, :, :], sinks.position[..., None, :])
@@ -249,7 +245,9 @@ class Hybrid(NearFar[HybridState]):
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """The far part decides whether weights are trained or drawn; chosen blocks are not causal."""
-        return declared(self.near, self.far.traits)
+        return self._traits
+
+    _traits = Traits(paper="", formula="", cost="", order=1.0)  # of each value, set when it is made
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -273,24 +271,43 @@ class Hybrid(NearFar[HybridState]):
             )
         at_least(self, "first", self.first, 0)
         at_least(self, "last", self.last, 0)
+        object.__setattr__(self, "_traits", declared(self.near, self.far.traits))
+
+    def _from_core(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, key_mask: Tensor | None, *, is_causal: bool
+    ) -> Tensor | str:
+        """Outputs of the compiled core, or why it gives none."""
+        if isinstance(self.near, Selected):
+            return "chosen blocks"
+        far, bias, learned = self.parts(w, q)
+        maps = None if traced() else self.far.core_map(far)
+        if (why := compiled.obstacle(q, k, v, maps)) or maps is None:
+            return why
+        visible = append(None, k, v, key_mask).visible
+        sinks, others = SinkTokens.positions(visible, first=self.first, last=0 if is_causal else self.last)
+        q = q if self.near.scale is None else self.scaled(widen(q))
+        places: Any = {"is_causal": is_causal, "bias": bias, "learned": learned}
+        try:
+            out = compiled.attend(q, k, v, key_mask, others, sinks, self.near, maps, **places)
+        except OutOfRangeError:
+            return "outputs that are not finite"
+        if trace.asked():
+            trace.record(compiled.PATH, f"{self.near!r} leaves keys out")
+        return out.to(v.dtype)
 
     def _reads(
         self, q: Tensor, near: KVCache, sinks: SinkTokens, w: Any, *, start: int, is_causal: bool,
         far: LinearState | None = None,
     ) -> Tensor:  # fmt: skip
-        """``near_far_attention`` of queries from position ``start`` on, in front of which whole blocks are padded."""
-        length, keys = q.shape[-2], near.k.shape[-2]
-        front = start % self.window.block_size
-        q = self.scaled(q)
-        if symbolic() or front:
-            q = pad(q, (0, 0, front, 0))
-        plan = plan_of(self.window, length + front, keys, start - front, is_causal=is_causal)
-        far_w, bias, learned = self.parts(w, q)
-        out = near_far_attention(q, *near, sinks, self.far, far_w, plan, earlier=far, bias=bias, learned_sinks=learned)
-        return out[..., front:, :] if symbolic() or front else out
+        """The reference, of queries from position ``start`` on."""
+        q, (far_w, bias, learned) = self.scaled(q), self.parts(w, q)
+        maps, places = self.far.per_token(far_w), {"start": start, "is_causal": is_causal}
+        return reference.attend(
+            q, *near, sinks, self.window, maps, **places, earlier=far, bias=bias, learned_sinks=learned
+        )  # fmt: skip
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """``near_far_attention``, or exact attention where the near part covers everything."""
+        """Near and far keys under one normaliser, or exact attention where the near part covers everything."""
         if gpu.obstacle(self.near, q, k, v, key_mask, is_causal=is_causal):
             return self._attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
         near, (far_w, _, learned) = self.window, self.parts(w, q)
@@ -300,28 +317,47 @@ class Hybrid(NearFar[HybridState]):
         q = self.scaled(widen(q))
         return gpu.merged(out, logs, q, k, v, others, sinks, learned, self.far, far_w, near, is_causal=is_causal)
 
-    @in_float32
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``attend`` without FlexAttention."""
-        sizes, (far_w, _, learned) = (q.shape[-2], k.shape[-2]), self.parts(w, q)
+        sizes = q.shape[-2], k.shape[-2]
         if not symbolic() and self.bias is None and self.near.covers(*sizes, is_causal=is_causal):
-            trace.record("exact attention", f"{self.near!r} covers everything")
-            return softmax_attention(
-                q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.near.scale, sinks=learned
-            )
+            if trace.asked():
+                trace.record("exact attention", f"{self.near!r} covers everything")
+            near: Any = w.near if self.near.needs_weights else ()
+            visible: Any = {"is_causal": is_causal, "key_mask": key_mask}
+            return softmax_attention(q, k, v, **visible, scale=self.near.scale, sinks=self.near.sinks_of(near))
+        out = self._from_core(q, k, v, w, key_mask, is_causal=is_causal)
+        if isinstance(out, Tensor):
+            return out
         if isinstance(self.near, Selected):
-            q, ends = self.scaled(q), {"first": self.first, "last": self.last}
-            return attend(q, k, v, far_w, learned, self.near, self.far, **ends, key_mask=key_mask)
-        trace.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out")
+            trace.record("chosen blocks exact, the others as sums of features", f"{self.near!r} leaves blocks out")
+        else:
+            trace.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out; {out}")
+        return self._plain(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+
+    @in_float32
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """By the reference."""
+        if isinstance(self.near, Selected):
+            (far_w, _, learned), ends = self.parts(w, q), {"first": self.first, "last": self.last}
+            return attend(self.scaled(q), k, v, far_w, learned, self.near, self.far, **ends, key_mask=key_mask)
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
         return self._reads(q, KVCache(k, v, others), sinks, w, start=k.shape[-2] - q.shape[-2], is_causal=is_causal)
 
-    @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: HybridState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, HybridState]:
         """Attend to sink tokens, sums of far keys, near and new tokens; keys that leave ``near`` join the sums."""
+        prompt = state is None and q.shape[-2] > 1
+        out = self._from_core(q, k, v, w, key_mask, is_causal=True) if prompt else None
+        return self._advance(q, k, v, w, state, out if isinstance(out, Tensor) else None, key_mask=key_mask)
+
+    @in_float32
+    def _advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: HybridState | None, out: Tensor | None, *,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, HybridState]:  # fmt: skip
         phi = self.far.per_token(self.parts(w, q)[0])[1]
         before = 0 if state is None else state.sinks.present.sum(-1, keepdim=True)
         visible = append(None, k, v, key_mask).visible
@@ -332,7 +368,8 @@ class Hybrid(NearFar[HybridState]):
         sinks = replaced(sinks, position=sinks.position + start)
         if state is not None:
             sinks = state.sinks.append(sinks, self.first)
-        out = self._reads(q, near, sinks, w, start=start, is_causal=True, far=far)
+        if out is None:
+            out = self._reads(q, near, sinks, w, start=start, is_causal=True, far=far)
         if leaving := self.window.leaving(keys):
             features = masked_keys(phi, near.k[..., :leaving, :], near.visible[..., :leaving])
             far = linear_state.combine(far, linear_state.summarise(features, near.v[..., :leaving, :]))

@@ -14,19 +14,155 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fast_attention.engine import masks, offsets
-from fast_attention.engine.blocks import join, slices, split
+from fast_attention.engine.blocks import count, join, slices, smaller, split
+from fast_attention.engine.decay import state_sums
 from fast_attention.engine.numerics import no_less
+from fast_attention.engine.offsets import Positions
 from fast_attention.engine.operation import Operation, like_queries
-from fast_attention.engine.scan import FLOOR
-from fast_attention.engine.tracing import exporting, replaced
+from fast_attention.engine.scan import FLOOR, cummax
+from fast_attention.engine.tracing import exporting, replaced, symbolic, traced
 from fast_attention.feature_maps.feature_map import Features
-from fast_attention.mechanisms.hybrid.arguments import Arguments, Inputs, Maps
-from fast_attention.mechanisms.hybrid.far_sums import FarSums, block_sums, sums_outside
-from fast_attention.mechanisms.hybrid.positions import Plan
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
+from fast_attention.mechanisms.linear import linear_state
+from fast_attention.mechanisms.linear.kernelised import TokenMap
+from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.reference import masked_keys
+from fast_attention.mechanisms.sparse.block_local import BlockLocal
+
+
+class Plan(NamedTuple):
+    """Where blocks of queries, their spans and the blocks of far keys lie; positions count keys."""
+
+    is_causal: bool
+    start: int  # the position of the first query
+    block: int  # tokens of a block
+    query_blocks: int
+    behind: int  # keys of a span before its block
+    ahead: int  # and after it
+    first: int  # the position of the first block of keys
+    before: int  # blocks of keys before the first span
+
+    @staticmethod
+    def of(near: BlockLocal, length: int, keys: int, start: int, *, is_causal: bool) -> Plan:
+        """Whole blocks, counted from the first key, for queries from position ``start`` on, which begins a block."""
+        end, rest = start + length if symbolic() else max(start + length, 1), keys - start
+        block = near.block_size
+        behind = smaller(near.before, end // block) * block
+        ahead = 0 if is_causal else smaller(near.after, rest // block + 1) * block
+        first = start - behind
+        before = max(0, -(-first // block))
+        return Plan(is_causal, start, block, count(length, block), behind, ahead, first - before * block, before)
+
+    @property
+    def span(self) -> int:
+        """Keys that a block of queries reads."""
+        return self.behind + self.block + self.ahead
+
+    @property
+    def span_blocks(self) -> int:
+        """Blocks of keys in a span; 0 where causal, since nothing after a span is visible."""
+        single = not symbolic() and self.query_blocks == 1  # its last query is the last token
+        return 0 if self.is_causal or single else self.span // self.block
+
+    @property
+    def key_blocks(self) -> int:
+        """Blocks of keys that are summed up."""
+        steps = self.query_blocks if exporting() else self.query_blocks - 1  # the last of a traced length is
+        return self.before + steps + self.span_blocks  # padding: see blocks.py
+
+    def inside(self, keys: int) -> bool:
+        """Whether all spans lie inside a sequence of ``keys`` tokens."""
+        return self.start >= self.behind and self.start + self.query_blocks * self.block + self.ahead <= keys
+
+
+class FarSums(NamedTuple):
+    """Sums over blocks of keys, divided by ``exp(log_scale)``."""
+
+    sums: Float[Tensor, "*batch blocks C values_and_one"]  # sum_j phi(k_j) [v_j, 1]
+    log_scale: Float[Tensor, "*batch blocks"]
+
+    @staticmethod
+    def of(state: LinearState) -> FarSums:
+        """The sums that a state of linear attention holds, as one block."""
+        sums = torch.cat([state.kv, state.k[..., None]], -1)
+        return FarSums(sums.unsqueeze(-3), state.log_scale[..., :1])
+
+    def narrow(self, start: int, number: int) -> FarSums:
+        """The sums of ``number`` blocks from block ``start`` on."""
+        return FarSums(self.sums.narrow(-3, start, number), self.log_scale.narrow(-1, start, number))
+
+    def flip(self) -> FarSums:
+        """The last block first."""
+        return FarSums(self.sums.flip(-3), self.log_scale.flip(-1))
+
+
+def block_sums(
+    keys: Features, v: Float[Tensor, "*batch keys values"], *, start: int, block: int, number: int
+) -> FarSums:
+    """The sums over each of ``number`` blocks of keys from position ``start`` on, some of which may hold no keys."""
+
+    def blocks(x: Tensor) -> Tensor:
+        return slices(x, block=block, behind=0, ahead=0, number=number, start=start)
+
+    values_and_one, largest = blocks(torch.cat([v, torch.ones_like(v[..., :1])], -1)), None
+    if keys.log_scale is not None:
+        inside = blocks(torch.ones_like(keys.log_scale[..., None], dtype=torch.bool))
+        log_scale = blocks(keys.log_scale[..., None]).masked_fill(~inside, FLOOR)
+        largest = log_scale.detach().amax(-2)
+        values_and_one = values_and_one * (log_scale - largest[..., None]).exp()
+    sums = blocks(keys.values).mT @ values_and_one
+    return FarSums(sums, torch.zeros_like(sums[..., 0, 0]) if largest is None else largest[..., 0])
+
+
+def sums_outside(blocks: FarSums, earlier: FarSums, plan: Plan) -> FarSums:
+    """For every block of queries, the sums of the keys before its span and, unless causal, of those after it.
+
+    ``earlier`` is the sum of all keys before the blocks.
+    """
+    before = _prefix_sums(earlier, blocks).narrow(plan.before, plan.query_blocks)
+    if plan.is_causal:
+        return before
+    nothing = FarSums(torch.zeros_like(earlier.sums), torch.full_like(earlier.log_scale, FLOOR))
+    after = _prefix_sums(nothing, blocks.flip()).flip().narrow(plan.before + plan.span_blocks, plan.query_blocks)
+    largest = torch.maximum(before.log_scale, after.log_scale)
+    rescaled = [part.sums * (part.log_scale - largest).exp()[..., None, None] for part in (before, after)]
+    return FarSums(rescaled[0] + rescaled[1], largest)
+
+
+def _prefix_sums(first: FarSums, blocks: FarSums) -> FarSums:
+    """``first``, then the sums up to the end of every block: one more than there are blocks."""
+    sums, log_scale = torch.cat([first.sums, blocks.sums], -3), torch.cat([first.log_scale, blocks.log_scale], -1)
+    running_max = cummax(log_scale, -1)
+    prefix = state_sums((sums * (log_scale - running_max).exp()[..., None, None]).flatten(-2), running_max)
+    return FarSums(prefix.unflatten(-1, sums.shape[-2:]), running_max)
+
+
+class Inputs(NamedTuple):
+    """Queries, the keys around them, the features of both, and the sums of the keys outside every span."""
+
+    q: Float[Tensor, "*batch length width"]
+    k: Float[Tensor, "*batch keys width"]
+    v: Float[Tensor, "*batch keys values"]
+    visible: Bool[Tensor, "*#batch keys"] | None  # None: all
+    sinks: SinkTokens
+    queries: Features
+    keys: Features
+    outside: FarSums
+    numbers: Float[Tensor, "heads offsets"] | None  # what near keys' scores gain by the offsets of a block's span
+    learned_sinks: Float[Tensor, "heads"] | None  # scores in the normaliser without a value
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """All tensors in a flat tuple, as operations take them."""
+        return (*self[:4], *self.sinks, *self.queries, *self.keys, *self.outside, self.numbers, self.learned_sinks)
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *t: Any) -> Inputs:
+        """From a flat tuple."""
+        features = Features(*t[3:5]), Features(*t[5:7])
+        return Inputs(q, k, v, visible, SinkTokens(*t[:3]), *features, FarSums(*t[7:9]), *t[9:11])
 
 
 class Sight(NamedTuple):
@@ -44,17 +180,47 @@ class Sight(NamedTuple):
         return Sight(later, first + torch.arange(block, device=device))
 
 
-def near_far(*tensors: Any, maps: Maps, plan: Plan) -> Float[Tensor, "*batch length values"]:
-    """The outputs of all queries at once; ``tensors`` are those of ``Arguments`` in a flat tuple."""
-    x = Arguments.of(tensors)
-    queries, keys = maps(*x.weights)
-    features = queries(x.q), masked_keys(keys, x.k, x.visible)
-    numbers = dict(zip(plan._fields, plan, strict=True))
-    return _NODE(*Inputs(*x[:5], *features, x.earlier, x.numbers, x.learned_sinks).flat(), **numbers)
+def attend(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    visible: Bool[Tensor, "*#batch keys"],
+    sinks: SinkTokens,
+    near: BlockLocal,
+    maps: tuple[TokenMap, TokenMap],
+    *,
+    start: int,
+    is_causal: bool,
+    earlier: LinearState | None = None,
+    bias: Positions | None = None,
+    learned_sinks: Float[Tensor, "heads"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Outputs over the ``visible`` keys, the sink tokens and the sums of all ``earlier`` keys.
+
+    The first query stands at position ``start``. ``maps`` are those of queries and keys, ``bias`` is what near keys'
+    scores gain by offsets, and the exponentials of ``learned_sinks`` (H,) add to normalisers.
+    """
+    length, keys, size = q.shape[-2], k.shape[-2], near.block_size
+    before = FarSums.of(linear_state.empty(maps[1].first(k), v) if earlier is None else earlier)
+    if is_causal and not traced() and length == 1 and start // size <= near.before:  # a step: every key is near
+        numbers = offsets.between(bias, -start, keys, q)[0]
+        outside = FarSums(before.sums[..., 0, :, :], before.log_scale[..., 0])
+        return attend_near(q, k, v, visible, sinks, maps[0](q), outside, numbers, learned_sinks)
+    front = start % size  # whole blocks are padded in front
+    q = pad(q, (0, 0, front, 0)) if symbolic() or front else q
+    plan = Plan.of(near, length + front, keys, start - front, is_causal=is_causal)
+    numbers = offsets.between(bias, 1 - plan.behind - size, size + plan.span - 1, q)[0]
+    features = maps[0](q), masked_keys(maps[1], k, visible)
+    out = near_far(Inputs(q, k, v, visible, sinks, *features, before, numbers, learned_sinks), plan)
+    return out[..., front:, :] if symbolic() or front else out
+
+
+def near_far(inputs: Inputs, plan: Plan) -> Float[Tensor, "*batch length values"]:
+    """The outputs of all queries at once; ``inputs`` hold the sums of all earlier keys in place of those outside."""
+    return _NODE(*inputs.flat(), **dict(zip(plan._fields, plan, strict=True)))
 
 
 def _near_and_far(*tensors: Any, **numbers: Any) -> Tensor:
-    """Outputs from ``Inputs`` that hold the sums of all earlier keys in place of those outside every span."""
     x, plan = Inputs.of(*tensors), Plan(**numbers)
     blocks = x.outside.narrow(0, 0)
     if exporting() or plan.key_blocks:

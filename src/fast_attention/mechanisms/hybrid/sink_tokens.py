@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine.tracing import traced
-from fast_attention.mechanisms.hybrid.positions import Plan
 
 MISSING = 2**62  # the position of a sink token that does not exist
 
@@ -38,21 +37,33 @@ class SinkTokens(NamedTuple):
 
         ``before`` counts the visible keys of an earlier part of the sequence (..., 1, 1).
         """
+        position, others = SinkTokens.positions(visible, first=first, last=last, before=before)
+        return SinkTokens.at(position, k, v), others
+
+    @staticmethod
+    def positions(
+        visible: Bool[Tensor, "*#batch keys"], *, first: int, last: int, before: int | Tensor = 0
+    ) -> tuple[Int[Tensor, "*#batch sinks"], Bool[Tensor, "*#batch keys"]]:
+        """Where they stand, and which keys are visible beside them."""
         length, number = visible.shape[-1], first + last
         if isinstance(before, int) and not traced() and length >= number and bool(visible.all()):
-            ends = (slice(0, first), slice(length - last, length))
-            position, others = torch.arange(length, device=k.device).expand(visible.shape), visible.clone()
-            position = torch.cat([position[..., end] for end in ends], -1)
-            for end in ends:
-                others[..., end] = False
-            first_k, first_v = (torch.cat([x[..., end, :] for end in ends], -2) for x in (k, v))
-            return SinkTokens(first_k, first_v, position), others
+            others = visible.clone()
+            others[..., :first] = False
+            others[..., length - last :] = False
+            position = torch.arange(number, device=visible.device)
+            position[first:] += length - number
+            return position.expand(*visible.shape[:-1], number), others
         rank = visible.cumsum(-1)
         chosen = visible & ((rank + before <= first) | (rank > rank[..., -1:] - last))
-        position = torch.where(chosen, torch.arange(length, device=k.device), MISSING)
+        position = torch.where(chosen, torch.arange(length, device=visible.device), MISSING)
         position = F.pad(position, (0, number), value=MISSING).sort(-1).values[..., :number]
-        index = position.clamp(max=length - 1)
-        return SinkTokens(_take(k, index), _take(v, index), position), visible & ~chosen
+        return position, visible & ~chosen
+
+    @staticmethod
+    def at(position: Int[Tensor, "*#batch sinks"], k: Tensor, v: Tensor) -> SinkTokens:
+        """Those at these positions of keys and values."""
+        index = position.clamp(max=k.shape[-2] - 1)
+        return SinkTokens(_take(k, index), _take(v, index), position)
 
     def append(self, later: SinkTokens, number: int) -> SinkTokens:
         """The ``number`` earliest of these and later ones."""
@@ -65,34 +76,3 @@ class SinkTokens(NamedTuple):
 def _take(x: Tensor, index: Tensor) -> Tensor:
     """Tokens at positions (..., 1, G), for all heads; ``take_along_dim`` would fix a traced length."""
     return x.gather(-2, index[..., None].expand(*x.shape[:-2], index.shape[-1], x.shape[-1]))
-
-
-def hidden(plan: Plan, sinks: SinkTokens, queries: slice) -> Bool[Tensor, "#heads sinks length"]:
-    """Where a sink token has no weight beside the near keys: it is one of them, comes later, or is missing."""
-    sink = sinks.position[..., None]
-    if len(sink) == 1:
-        hidden = sink.new_zeros(1, sink.shape[1], queries.stop - queries.start, dtype=torch.bool)
-        for row, position in zip(hidden[0], sink.flatten().tolist(), strict=True):
-            for tokens in _hiding(plan, position, queries):
-                row[tokens] = True
-        return hidden
-    index = torch.arange(queries.start, queries.stop, device=sink.device)
-    begin, position = index // plan.block * plan.block + (plan.start - plan.behind), index + plan.start
-    end = torch.minimum(begin + plan.span, position + (plan.right + 1))
-    begin = torch.maximum(begin, position - plan.left).clamp_(min=0)
-    near = (sink >= begin) & (sink < end) | ~sinks.present[..., None]
-    return near | (sink > position) if plan.is_causal else near
-
-
-def _hiding(plan: Plan, sink: int, queries: slice) -> list[slice]:
-    """The queries, counted from the first of ``queries``, for which a sink token at this position is hidden."""
-    length, block, first = queries.stop - queries.start, plan.block, plan.start + queries.start
-    if sink >= MISSING // 2:
-        return [slice(0, length)]
-    hidden = [slice(0, max(min(sink - first, length), 0))] if plan.is_causal else []
-    if sink < 0:
-        return hidden
-    low = max((sink - plan.ahead - plan.start) // block * block, sink - plan.right - plan.start)
-    high = min((sink + plan.behind - plan.start) // block * block + block, sink + plan.left + 1 - plan.start)
-    begin, end = (min(max(at - queries.start, 0), length) for at in (low, high))
-    return [*hidden, slice(begin, end)]

@@ -27,7 +27,13 @@ Arguments = tuple[Tensor | None, ...]  # q, k, v, key mask; rows of queries and 
 
 def code(phi: FeatureMap) -> dict[str, Any]:
     """The settings that name a map inside."""
-    return {"number": NUMBERS[type(phi)], "offset": float(getattr(phi, "offset", 0.0))}
+    number, offset = number_of(phi)
+    return {"number": number, "offset": offset}
+
+
+def number_of(map: FeatureMap | None) -> tuple[int, float]:
+    """Of a map inside, and what it adds; exponentials are None."""
+    return (EXPONENTIAL, 0.0) if map is None else (NUMBERS[type(map)], float(getattr(map, "offset", 0.0)))
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Tensor | None, **settings: Any) -> str:

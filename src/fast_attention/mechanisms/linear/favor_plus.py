@@ -15,7 +15,7 @@ from fast_attention.feature_maps.random_features import draw, generalised
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import fast_favor, feature_chunks
 from fast_attention.mechanisms.linear.favor_gpu import MAPS
-from fast_attention.mechanisms.linear.kernelised import Map, RandomKernelised, TokenMap
+from fast_attention.mechanisms.linear.kernelised import CoreMap, Map, RandomKernelised, TokenMap
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 from fast_attention.traits import KERNELS
@@ -149,6 +149,10 @@ class FavorPlus(RandomKernelised[Projection]):
     def per_token(self, w: Projection) -> tuple[TokenMap, TokenMap]:
         """``maps`` with one log scale for each token."""
         return super().per_token(w) if self.kernel is None else super(RandomKernelised, self).per_token(w)
+
+    def core_map(self, w: Projection) -> CoreMap | None:
+        """Exponentials, unless a kernel is given."""
+        return super().core_map(w) if self.kernel is None else None
 
     @property
     def signed(self) -> bool:

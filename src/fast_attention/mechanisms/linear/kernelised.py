@@ -23,7 +23,7 @@ from fast_attention.engine.numerics import LOG2E, MOST, bounded
 from fast_attention.engine.operation import Fast, Operation, Tensors
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
-from fast_attention.feature_maps.feature_map import Features
+from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.feature_map import Map as Map
 from fast_attention.mechanism import Attention, W
 from fast_attention.mechanisms.linear import fast_favor, favor_gpu, feature_chunks, in_range, linear_state, reference
@@ -48,6 +48,15 @@ class TokenMap(NamedTuple):
         return Features(x[..., :1, :1].expand(*x.shape[:-2], 1, self.number), x[..., :1, 0])
 
 
+class CoreMap(NamedTuple):
+    """A pair of maps as the compiled core makes them: number by number, or exponentials of products with rows."""
+
+    map: FeatureMap | None  # None: exponentials
+    rows: Tensor | None = None  # (..., H, C, d), of queries
+    key_rows: Tensor | None = None
+    bias: Tensor | None = None  # (..., H, 1, C), added to exponents
+
+
 class Kernelised(Attention[W, LinearState]):
     """An attention with weights ``phi_q(q_i) . phi_k(k_j)``: linear time, a state of constant size.
 
@@ -66,6 +75,10 @@ class Kernelised(Attention[W, LinearState]):
         """``maps`` over each token's largest feature, for sums with other weights than products of features."""
         queries, keys = self.maps(w)
         return TokenMap(lambda x: queries(x).per_token()), TokenMap(lambda x: keys(x).per_token())
+
+    def core_map(self, w: W) -> CoreMap | None:
+        """``maps`` as the compiled core makes them; None where it does not."""
+        return None
 
     @property
     def signed(self) -> bool:
@@ -193,6 +206,14 @@ class RandomKernelised(Kernelised[W]):
             TokenMap(lambda x: token_features(x, heads.rows, heads.bias, factor=-log_count, **form), number),
             TokenMap(lambda x: token_features(x, heads.keys.rows, heads.bias, factor=0.0, **form), number),
         )
+
+    def core_map(self, w: W) -> CoreMap | None:
+        """Exponentials."""
+        phi, heads = self.features_of(w)
+        if not phi.exponential:
+            return None
+        rows, key_rows = (torch.cat([x.rows, -x.rows], -2) if phi.pairs else x.rows for x in (heads, heads.keys))
+        return CoreMap(None, rows, key_rows, heads.bias)
 
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, lengths: tuple[int, ...], *, is_causal: bool,

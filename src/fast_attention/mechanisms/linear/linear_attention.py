@@ -15,7 +15,7 @@ from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.mechanism import Traits
 from fast_attention.mechanisms.linear import compiled, decayed_gpu, fast_linear
-from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
+from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
@@ -81,6 +81,10 @@ class LinearAttention(Kernelised[tuple[()]]):
     def maps(self, w: tuple[()]) -> tuple[Map, Map]:
         """The same map for both; only ``Exp`` and ``Taylor`` have the scale of softmax's exponential."""
         return self._map.features, self._map.features
+
+    def core_map(self, w: tuple[()]) -> CoreMap | None:
+        """A map of single numbers."""
+        return CoreMap(self._map) if type(self._map) in compiled.NUMBERS else None
 
     @property
     def signed(self) -> bool:

@@ -23,7 +23,7 @@ class Heads(NamedTuple):
 
     @property
     def keys(self) -> Heads:
-        """As the keys use them."""
+        """The map that keys use."""
         return self if self.key_rows is None else Heads(self.key_rows, self.bias)
 
 

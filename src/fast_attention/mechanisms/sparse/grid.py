@@ -29,7 +29,7 @@ class Places(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """What a place sees along one axis: a sliding window of places so far apart, or its block.
+    """A neighbourhood along one axis: a sliding window of places so far apart, or a block.
 
     A window of ``window`` places is centred where it fits, and moved inwards at the ends. Blocks of as many places
     begin at ``shift``; what is cut off at the ends are smaller blocks. ``tile`` places are computed together, as far as
@@ -66,7 +66,7 @@ class Axis(NamedTuple):
         return self.window >= length and self.dilation == 1 and self.shift in (SLIDING, 0)
 
     def within(self, length: int) -> Axis:
-        """The same for ``length`` places, with a window no larger than what is there."""
+        """The axis for ``length`` places, with a window no larger than what is there."""
         return self._replace(window=min(self.window, length)) if self.shift in (SLIDING, 0) else self
 
     def bounds(self, places: Int[Tensor, "*n"], length: int) -> tuple[Tensor, Tensor]:

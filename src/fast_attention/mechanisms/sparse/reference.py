@@ -76,8 +76,8 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of ke
 def _band(
     length: int, keys: int, device: torch.device, *, left: int, right: int, size: int, is_causal: bool, block: int
 ) -> tuple[Tensor, int, int, int]:
-    """What a block of queries sees of its slice, the keys of the slice before the block, the queries that are missing
-    before the first block, and minus the first offset of the terms.
+    """Masks of a block of queries: what it sees of its slice, the keys of the slice before the block, the queries that
+    are missing before the first block, and minus the first offset of the terms.
     """
     if size == 0:
         block = block or smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)

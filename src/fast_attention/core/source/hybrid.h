@@ -1,0 +1,407 @@
+// Hybrid attention: out_i = sum_j a_ij v_j / sum_j a_ij with a_ij = exp(q_i k_j / sqrt(d)) for the keys of near blocks and
+// for sink tokens, and a_ij = phi(q_i) phi(k_j) for all others, which are the same for all queries of a block.
+//
+// Near keys are tiles (tiles.h). Features (features.h) are summed block by block. A block of queries reads the sums of
+// all blocks but the near ones: those before and after all spans of a section of blocks come from a scan, the others of
+// the section are added where they are read, in the second cache. Nothing is subtracted, so no digit is lost. Where they
+// are read, near keys, sums and sink tokens are joined by their normalisers. The gradients of the sums of blocks of keys
+// are such sums over blocks of queries, outside as well.
+#pragma once
+#include "features.h"
+#include "tiles.h"
+
+namespace fast_attention {
+namespace FAST_ATTENTION_NAMESPACE {
+
+constexpr int64_t AT_ONCE = 2 * STEP;  // queries or keys of a product
+
+struct HybridScratch {
+  Buffer states, d_states, before, after, factors, terms, parts, row, token, numerators, end_keys, end_values, near_ends, gradients, weighted, inner,
+      inverse;
+};
+
+inline HybridScratch& hybrid_scratch() {
+  static thread_local HybridScratch memory;
+  return memory;
+}
+
+// One head of a call.
+class HybridWork {
+ public:
+  HybridWork(const HybridCall& call, int64_t head, bool backward)
+      : c(call), f(call.far), m(hybrid_scratch()),
+        w(call.far, head % call.far.batch, head / call.far.batch, feature_scratch(), backward), width_row(whole(f.width, W)),
+        value_row(whole(f.values, 32)), size(state_numbers(f.features, f.values)),
+        log_count(std::log2(static_cast<float>(f.features))) {
+    row = m.row.floats(value_row);
+    token = m.token.floats(width_row);
+    end_keys = m.end_keys.floats(c.end_count * width_row);
+    end_values = m.end_values.floats(c.end_count * value_row);
+    near_ends = m.near_ends.ints(c.end_count);
+    ends = c.ends + w.b * c.ends_batch + w.h * c.ends_head;
+    weights = f.denominators + (w.b * f.heads + w.h) * f.length;
+    tops = weights + f.batch * f.heads * f.length;  // of exponentials
+    sums = c.near.sums + (w.b * f.heads + w.h) * f.length * 2;
+  }
+
+  // The head's sums of blocks, in memory of the call or of the thread.
+  float* states(float* of_call, Buffer& of_thread, const Outside& cut) const {
+    const int64_t numbers = cut.slots() * size;
+    return of_call == nullptr ? of_thread.floats(numbers) : of_call + (w.b * f.heads + w.h) * numbers;
+  }
+  FeatureSums block(float* states, int64_t n) const { return sums_at(states + n * size, f.features, f.values); }
+
+  // The queries, and the keys, of a block.
+  void queries_of(int64_t t, int64_t& first, int64_t& end) const {
+    first = (c.first_block() + t) * c.block - c.behind(), end = first + c.block;
+    first = first > 0 ? first : 0, end = end < f.length ? end : f.length;
+  }
+  void keys_of(int64_t n, int64_t& first, int64_t& end) const {
+    first = n * c.block, end = first + c.block < f.keys ? first + c.block : f.keys;
+  }
+
+  // Begins sums that products of rows are written to, then added to; columns behind the last feature are zeros.
+  void begin(const FeatureSums& x) const {
+    for (int64_t e = 0; e < w.line; ++e) x.z[e] = 0.0f, x.scale[e] = w.exponential ? LOWEST : 0.0f;
+    for (int64_t p = 0; p < value_row; p += PANEL)
+      std::memset(x.kv + (p / PANEL * w.line + f.features) * PANEL, 0, static_cast<size_t>((w.columns - f.features) * PANEL) * 4);
+  }
+
+  // Panels of sums = or += rows^T values
+  void multiply(const float* rows, const float* values, int64_t distance, int64_t n, const FeatureSums& x, bool add) const {
+    float* to = x.kv;
+    for (int64_t j = 0; j < f.values; j += PANEL, to += w.line * PANEL)
+      if (f.values - j > W)
+        column_panel<2>(f.features, n, rows, 1, w.line, values + j, distance, to, PANEL, add);
+      else
+        column_panel<1>(f.features, n, rows, 1, w.line, values + j, distance, to, PANEL, add);
+  }
+
+  // to = a + b over the larger scales; `to` may be a.
+  void add(const FeatureSums& a, const FeatureSums& b, const FeatureSums& to) const {
+    float *ours = m.factors.floats(2 * w.line), *theirs = ours + w.line;
+    for (int64_t e = 0; e < w.columns; e += W) {
+      const Vec x = load(a.scale + e), y = load(b.scale + e), top = larger(x, y);
+      store(ours + e, exp2(x - top)), store(theirs + e, exp2(y - top));
+      store(to.scale + e, top);
+      store(to.z + e, load(a.z + e) * load(ours + e) + load(b.z + e) * load(theirs + e));
+    }
+    for (int64_t p = 0; p < whole(f.values, W); p += PANEL)
+      for (int64_t e = 0; e < w.columns; ++e)
+        for (int64_t j = 0; j < PANEL && p + j < f.values; j += W) {
+          const int64_t at = (p / PANEL * w.line + e) * PANEL + j;
+          store(to.kv + at, load(a.kv + at) * ours[e] + load(b.kv + at) * theirs[e]);
+        }
+  }
+
+  void sum_block(const Outside& cut, int64_t n) {
+    if (!cut.reads(n)) return;
+    w.sums = block(states(f.states, m.states, cut), n);
+    begin(w.sums);
+    float* keys = w.m.keys.floats(AT_ONCE * w.line);
+    int64_t first, end, distance;
+    keys_of(n, first, end);
+    for (int64_t j = first; j < end; j += AT_ONCE) {
+      const int64_t number = end - j < AT_ONCE ? end - j : AT_ONCE;
+      w.keys_of_sums(j, number, keys);
+      const float* values = w.values(j, number, distance);
+      multiply(keys, values, distance, number, w.sums, j > first);
+      w.add_rows(keys, number, w.sums.z);
+    }
+  }
+
+  // What lies outside of every section.
+  void scan(const Outside& cut, float* sums) const {
+    FeatureSums running = sums_at(m.before.floats(size), f.features, f.values);
+    w.clear(running);
+    for (int64_t s = 0, n = 0; s < cut.sections(); ++s) {
+      for (; n < cut.low(s * cut.together); ++n) add(running, block(sums, n), running);
+      w.copy(running, block(sums, cut.summed + 2 * s));
+    }
+    w.clear(running);
+    for (int64_t s = cut.sections() - 1, n = cut.summed; s >= 0; --s) {
+      while (n > cut.high(cut.end(s) - 1)) add(running, block(sums, --n), running);
+      w.copy(running, block(sums, cut.summed + 2 * s + 1));
+    }
+  }
+
+  // Calls a function with every reader of a section and the sums that it reads.
+  template <class Function>
+  void read(const Outside& cut, float* sums, int64_t section, Function&& function) {
+    const int64_t first = section * cut.together, end = cut.end(section), border = cut.summed + 2 * section;
+    const FeatureSums before = sums_at(m.before.floats(size), f.features, f.values);
+    float* memory = m.after.floats(cut.together * size);
+    const auto after = [&](int64_t t) { return sums_at(memory + (t - first) * size, f.features, f.values); };
+    const bool has_after = cut.high(first) < cut.summed;
+    if (has_after) {
+      w.copy(block(sums, border + 1), after(end - 1));
+      for (int64_t t = end - 2; t >= first; --t) {
+        if (cut.high(t) < cut.high(t + 1))
+          add(after(t + 1), block(sums, cut.high(t)), after(t));
+        else
+          w.copy(after(t + 1), after(t));
+      }
+    }
+    w.copy(block(sums, border), before);
+    for (int64_t t = first; t < end; ++t) {
+      if (t > first && cut.low(t) > cut.low(t - 1)) add(before, block(sums, cut.low(t - 1)), before);
+      if (has_after && cut.low(t) > 0) add(after(t), before, after(t));
+      function(t, has_after ? after(t) : before);
+    }
+  }
+
+  void read_ends() {
+    for (int64_t s = 0; s < c.end_count; ++s) {
+      const bool there = ends[s] < f.keys;  // else no query reads it
+      read_row(f.k, there ? w.at(f.k, ends[s]) : 0, there ? f.width : 0, width_row, 1.0f, end_keys + s * width_row);
+      read_row(f.v, there ? w.at(f.v, ends[s]) : 0, there ? f.values : 0, value_row, 1.0f, end_values + s * value_row);
+    }
+  }
+
+  // Which sink tokens count as near keys of a block of queries, or are not there. Where near keys have a bias, which sink
+  // tokens have not, none does.
+  void find_near_ends(int64_t t) {
+    for (int64_t s = 0; s < c.end_count; ++s) {
+      const int64_t apart = ends[s] / c.block - (c.first_block() + t);
+      near_ends[s] = ends[s] >= f.keys || (c.near.numbers == nullptr && apart >= -c.before && (c.causal || apart <= c.after));
+    }
+  }
+
+  // A query in units of log 2, and its scores of sink tokens: minus infinity for those that come later or are near.
+  void read_token(int64_t i) { read_row(f.q, w.at(f.q, i), f.width, width_row, c.near.scale * LOG2E, token); }
+  float score(int64_t i, int64_t s) const {
+    if (near_ends[s] || (c.causal && ends[s] > i + c.behind())) return NOTHING;
+    return product_of_rows(token, end_keys + s * width_row, width_row);
+  }
+
+  // Joins near keys, far ones and sink tokens; whether all outputs are finite.
+  bool merge(int64_t first, int64_t n, const FeatureSums& x) {
+    const int64_t kinds = 2 + c.end_count;
+    float *queries = w.m.queries.floats(AT_ONCE * w.line), *numerators = m.numerators.floats(AT_ONCE * value_row);
+    float *terms = m.terms.floats(kinds * AT_ONCE), *parts = m.parts.floats(2 * AT_ONCE), *far = terms + AT_ONCE;
+    w.queries(first, n, x.scale, tops, false, queries);
+    panel_product(n, f.values, f.features, queries, w.line, 1, x.kv, w.line * PANEL, numerators, value_row, false);
+    for (int64_t r = 0; r < n; ++r) {
+      const float total = sums[2 * (first + r) + 1], denominator = product_of_rows(queries + r * w.line, x.z, w.columns);
+      const bool negligible = denominator < LEAST;  // rounded, that of a kernel that is never negative may even be
+      terms[r] = total > 0.0f ? sums[2 * (first + r)] : NOTHING;
+      parts[r] = total;
+      far[r] = negligible ? NOTHING : w.exponential ? tops[first + r] - log_count : 0.0f;
+      parts[AT_ONCE + r] = negligible ? 0.0f : denominator;
+      if (c.end_count > 0) read_token(first + r);
+      for (int64_t s = 0; s < c.end_count; ++s) terms[(2 + s) * AT_ONCE + r] = score(first + r, s);
+    }
+    for (int64_t r = 0; r < n; r += W) {  // weights in place of logarithms
+      Vec most = all(NOTHING), total = {};
+      for (int64_t t = 0; t < kinds; ++t) most = larger(load(terms + t * AT_ONCE + r), most);
+      most = most > NOTHING ? most : Vec{};
+      for (int64_t t = 0; t < kinds; ++t) {
+        Vec weight = exp2(load(terms + t * AT_ONCE + r) - most);
+        total += t < 2 ? weight * load(parts + t * AT_ONCE + r) : weight;
+        store(terms + t * AT_ONCE + r, weight);
+      }
+      const Vec share = total == 0.0f ? Vec{} : 1.0f / total;
+      for (int64_t t = 0; t < kinds; ++t) store(terms + t * AT_ONCE + r, load(terms + t * AT_ONCE + r) * share);
+      store(terms + r, load(terms + r) * load(parts + r));
+      for (int64_t i = 0; i < W && r + i < n; ++i) {
+        sums[2 * (first + r + i)] = most[i];
+        sums[2 * (first + r + i) + 1] = total[i];
+      }
+    }
+    Ints broken = {};
+    for (int64_t r = 0; r < n; ++r) {
+      float* line = static_cast<float*>(c.near.out.data) + w.at(c.near.out, first + r);
+      const bool direct = f.values % W == 0;
+      if (!direct) read_row(c.near.out, w.at(c.near.out, first + r), f.values, value_row, 1.0f, line = row);
+      weights[first + r] = far[r];
+      for (int64_t e = 0; e < f.values; e += W) {
+        Vec number = load(line + e) * terms[r] + load(numerators + r * value_row + e) * far[r];
+        for (int64_t s = 0; s < c.end_count; ++s)
+          if (terms[(2 + s) * AT_ONCE + r] != 0.0f) number += load(end_values + s * value_row + e) * terms[(2 + s) * AT_ONCE + r];
+        store(line + e, number);
+        broken |= not_finite(e + W <= f.values ? number : columns_up_to(number, f.values - 1 - e));
+      }
+      if (!direct) write_row(c.near.out, w.at(c.near.out, first + r), f.values, 1.0f, row);
+    }
+    return !any(broken);
+  }
+
+  bool read_section(const Outside& cut, int64_t section) {
+    bool finite = true;
+    read_ends();
+    read(cut, states(f.states, m.states, cut), section, [&](int64_t t, const FeatureSums& x) {
+      int64_t first, end;
+      queries_of(t, first, end);
+      find_near_ends(t);
+      for (int64_t i = first; i < end; i += AT_ONCE) finite = merge(i, end - i < AT_ONCE ? end - i : AT_ONCE, x) && finite;
+    });
+    return finite;
+  }
+
+  // Gradients of a section of queries, of the sums that they read, and of sink tokens.
+  void query_gradients(const HybridGradients& d, const Outside& cut, const Outside& back, int64_t section) {
+    float *queries = w.m.queries.floats(AT_ONCE * w.line), *d_features = w.m.d_features.floats(AT_ONCE * w.line),
+          *turned = w.m.turned.floats(w.line * value_row), *gradients = m.gradients.floats(AT_ONCE * value_row),
+          *weighted = m.weighted.floats(AT_ONCE * value_row), *inner = m.inner.floats(2 * AT_ONCE);
+    const int64_t end_row = d.near.dk_row + d.near.dv_row, slots = cut.sections() + back.sections();
+    float* d_ends = d.ends + ((w.b * f.heads + w.h) * cut.sections() + section) * c.end_count * end_row;
+    if (c.end_count > 0) std::memset(d_ends, 0, static_cast<size_t>(c.end_count * end_row) * 4);
+    float* d_bias = w.bias_of(d.far.d_bias, slots, section);
+    read_ends();
+    read(cut, states(f.states, m.states, cut), section, [&](int64_t t, const FeatureSums& x) {
+      const FeatureSums into = block(states(d.far.states, m.d_states, back), t);
+      begin(into);
+      for (int64_t e = 0; w.exponential && e < w.line; ++e) into.scale[e] = x.scale[e] > LOWEST ? -x.scale[e] : LOWEST;
+      turn_panels(x.kv, w.line, value_row, turned);
+      int64_t first, end;
+      queries_of(t, first, end);
+      find_near_ends(t);
+      for (int64_t i = first; i < end; i += AT_ONCE) {
+        const int64_t n = end - i < AT_ONCE ? end - i : AT_ONCE;
+        for (int64_t r = 0; r < n; ++r) {
+          float *grad = gradients + r * value_row, weight = weights[i + r];
+          read_row(d.near.grad_out, w.at(d.near.grad_out, i + r), f.values, value_row, 1.0f, grad);
+          read_row(c.near.out, w.at(c.near.out, i + r), f.values, value_row, 1.0f, row);
+          inner[r] = product_of_rows(grad, row, value_row);
+          inner[AT_ONCE + r] = weight == 0.0f ? 0.0f : -weight * inner[r];
+          for (int64_t e = 0; e < value_row; e += W)
+            store(weighted + r * value_row + e, weight == 0.0f ? Vec{} : load(grad + e) * weight);
+        }
+        w.queries(i, n, x.scale, tops, true, queries);
+        if (back.reads(t)) {
+          multiply(queries, weighted, value_row, n, into, i > first);
+          w.add_weighted_rows(queries, inner + AT_ONCE, n, into.z);
+        }
+        panel_product(n, f.features, f.values, weighted, value_row, 1, turned, value_row * PANEL, d_features, w.line, false);
+        for (int64_t r = 0; r < n; ++r)
+          for (int64_t e = 0; e < w.columns; e += W)
+            store(d_features + r * w.line + e, load(d_features + r * w.line + e) + load(x.z + e) * inner[AT_ONCE + r]);
+        w.write_gradients(f.q, i, n, false, queries, d_features, d.far.dq, w.rows_of(d.far.d_query_rows, cut.sections(), section),
+                          d_bias);
+        for (int64_t r = 0; r < n; ++r) end_gradients(d, i + r, gradients + r * value_row, inner[r], d_ends);
+      }
+    });
+  }
+
+  // dP = g v, dS = P (dP - g out), dq += scale dS k, dk += scale dS q
+  void end_gradients(const HybridGradients& d, int64_t i, const float* grad, float inner, float* d_ends) {
+    const float top = sums[2 * i], total = sums[2 * i + 1];
+    if (c.end_count == 0 || total == 0.0f) return;
+    read_token(i);
+    float* dq = static_cast<float*>(d.far.dq.data) + w.at(d.far.dq, i);
+    for (int64_t s = 0; s < c.end_count; ++s, d_ends += d.near.dk_row + d.near.dv_row) {
+      const float logit = score(i, s);
+      if (logit == NOTHING) continue;
+      const float *key = end_keys + s * width_row, weight = exp2(logit - top) / total;
+      const float slope = weight * (product_of_rows(grad, end_values + s * value_row, value_row) - inner);
+      for (int64_t e = 0; e < f.width; ++e) dq[e] += slope * c.near.scale * key[e];
+      for (int64_t e = 0; e < f.width; ++e) d_ends[e] += slope * LN2 * token[e];
+      for (int64_t e = 0; e < f.values; ++e) d_ends[d.near.dk_row + e] += weight * grad[e];
+    }
+  }
+
+  // Gradients of a section of keys, far ones and sink tokens.
+  void key_gradients(const HybridGradients& d, const Outside& cut, const Outside& back, int64_t section) {
+    float *keys = w.m.keys.floats(AT_ONCE * w.line), *d_features = w.m.d_features.floats(AT_ONCE * w.line),
+          *d_values = w.m.d_values.floats(AT_ONCE * value_row), *turned = w.m.turned.floats(w.line * value_row),
+          *inverse = m.inverse.floats(w.line);
+    const int64_t slots = cut.sections() + back.sections(), end_row = d.near.dk_row + d.near.dv_row;
+    float* d_bias = w.bias_of(d.far.d_bias, slots, cut.sections() + section);
+    read(back, states(d.far.states, m.d_states, back), section, [&](int64_t t, const FeatureSums& x) {
+      int64_t first, end, distance;
+      keys_of(t, first, end);
+      turn_panels(x.kv, w.line, value_row, turned);
+      for (int64_t e = 0; e < w.line; ++e) inverse[e] = -x.scale[e];
+      for (int64_t j = first; j < end; j += AT_ONCE) {
+        const int64_t n = end - j < AT_ONCE ? end - j : AT_ONCE;
+        if (w.exponential) {
+          w.logarithms(f.k, j, n, true, keys);
+          for (int64_t r = 0; r < n; ++r) w.exponentials(keys + r * w.line, r, inverse);
+        } else {
+          w.elementwise(f.k, j, n, true, keys);
+        }
+        const float* values = w.values(j, n, distance);
+        panel_product(n, f.features, f.values, values, distance, 1, turned, value_row * PANEL, d_features, w.line, false);
+        for (int64_t r = 0; r < n; ++r)
+          for (int64_t e = 0; e < w.columns; e += W)
+            store(d_features + r * w.line + e, load(d_features + r * w.line + e) + load(x.z + e));
+        panel_product(n, f.values, f.features, keys, w.line, 1, x.kv, w.line * PANEL, d_values, value_row, false);
+        w.write_values(d.far.dv, j, n, d_values);
+        w.write_gradients(f.k, j, n, true, keys, d_features, d.far.dk, w.rows_of(d.far.d_key_rows, back.sections(), section),
+                          d_bias);
+      }
+      for (int64_t s = 0; s < c.end_count; ++s) {
+        if (ends[s] < first || ends[s] >= end) continue;
+        float *dk = static_cast<float*>(d.far.dk.data) + w.at(d.far.dk, ends[s]),
+              *dv = static_cast<float*>(d.far.dv.data) + w.at(d.far.dv, ends[s]);
+        const float* of_queries = d.ends + ((w.b * f.heads + w.h) * cut.sections() * c.end_count + s) * end_row;
+        for (int64_t q = 0; q < cut.sections(); ++q, of_queries += c.end_count * end_row) {
+          for (int64_t e = 0; e < f.width; ++e) dk[e] += of_queries[e];
+          for (int64_t e = 0; e < f.values; ++e) dv[e] += of_queries[d.near.dk_row + e];
+        }
+      }
+    });
+  }
+
+  const HybridCall& c;
+  const FeaturesCall& f;
+  HybridScratch& m;
+  FeatureWork w;
+  const int64_t width_row, value_row, size;
+  const float log_count;
+  float *row, *token, *end_keys, *end_values, *weights, *tops, *sums;
+  int32_t* near_ends;
+  const int64_t* ends;
+};
+
+// For every head some items, then one, then some more. With many heads, or sums in memory of threads, one thread does all
+// of a head, whose sums stay in its cache; every number is computed in the same order either way.
+template <class First, class Second, class Third>
+inline void in_phases(const Pool& pool, bool by_head, int64_t heads, int64_t first, First&& a, Second&& b, int64_t last, Third&& z) {
+  if (by_head || heads >= 2 * pool.threads) {
+    parallel_items(pool, heads, [&](int64_t head) {
+      for (int64_t i = 0; i < first; ++i) a(head, i);
+      b(head);
+      for (int64_t i = 0; i < last; ++i) z(head, i);
+    });
+    return;
+  }
+  parallel_items(pool, heads * first, [&](int64_t item) { a(item / first, item % first); });
+  parallel_items(pool, heads, [&](int64_t head) { b(head); });
+  parallel_items(pool, heads * last, [&](int64_t item) { z(item / last, item % last); });
+}
+
+inline bool hybrid_forward(const HybridCall& c, const Pool& pool) {
+  tiles_forward(c.near, pool);
+  const Outside cut = c.of_queries();
+  std::atomic<bool> finite{true};
+  in_phases(
+      pool, c.far.states == nullptr, c.far.batch * c.far.heads, cut.summed,
+      [&](int64_t head, int64_t n) { HybridWork(c, head, false).sum_block(cut, n); },
+      [&](int64_t head) {
+        HybridWork work(c, head, false);
+        work.scan(cut, work.states(c.far.states, work.m.states, cut));
+      },
+      cut.sections(),
+      [&](int64_t head, int64_t section) {
+        if (!HybridWork(c, head, false).read_section(cut, section)) finite.store(false, std::memory_order_relaxed);
+      });
+  return finite;
+}
+
+inline void hybrid_backward(const HybridCall& c, const HybridGradients& d, const Pool& pool) {
+  const Outside cut = c.of_queries(), back = c.of_keys();
+  in_phases(
+      pool, d.far.states == nullptr, c.far.batch * c.far.heads, cut.sections(),
+      [&](int64_t head, int64_t section) { HybridWork(c, head, true).query_gradients(d, cut, back, section); },
+      [&](int64_t head) {
+        HybridWork work(c, head, true);
+        work.scan(back, work.states(d.far.states, work.m.d_states, back));
+      },
+      back.sections(),
+      [&](int64_t head, int64_t section) { HybridWork(c, head, true).key_gradients(d, cut, back, section); });
+  tiles_backward(c.near, d.near, pool);
+}
+
+}  // namespace FAST_ATTENTION_NAMESPACE
+}  // namespace fast_attention
