@@ -23,7 +23,6 @@ import measured
 import pictures
 
 from fast_attention import Attention, Mixer, catalogue, files
-from fast_attention.engine.vehicles import VEHICLES
 from fast_attention.known_names import KNOWN
 from fast_attention.lab.verdicts import LONG
 from fast_attention.refusals import granting
@@ -492,7 +491,8 @@ def names() -> str:
 
 def vehicles() -> str:
     """What computes each mechanism on a GPU."""
-    own = {each: [f"`{name}`" for name, its in VEHICLES.items() if its == each] for each in VEHICLES.values()}
+    runs = {name: catalogue.default(name).traits.gpu for name in catalogue.names()}
+    own = {each: [f"`{name}`" for name, its in runs.items() if its == each] for each in runs.values()}
     return table(("what runs on a GPU", "mechanisms"), [(each, ", ".join(its)) for each, its in own.items()])
 
 

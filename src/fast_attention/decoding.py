@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import files
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.precision import rebuild
 from fast_attention.engine.tracing import traced, wrapped
 
@@ -77,7 +77,7 @@ def empty(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, w: Any) -> State:
 def _draw(weights: Any) -> tuple[float, ...]:
     """The first two random numbers, to tell draws apart; none where reading them would wait for a device."""
     first = next((x for x in _leaves(weights) if not isinstance(x, torch.nn.Parameter)), None)
-    if first is None or dispatch.obstacle(first):
+    if first is None or operation.obstacle(first):
         return ()
     return tuple(first.reshape(-1)[:2].tolist())
 

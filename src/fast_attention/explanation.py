@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_attention import catalogue, checks
-from fast_attention.engine import dispatch
-from fast_attention.engine.dispatch import Step
-from fast_attention.engine.vehicles import VEHICLES
+from fast_attention.engine import trace
+from fast_attention.engine.trace import Step
 from fast_attention.expressions import in_words
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
@@ -84,22 +83,22 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
     Raises:
         Unsupported, ValueError: As the call itself.
     """
-    name, kind = repr(subject) if isinstance(subject, Mechanism) else str(subject), ""
+    name, vehicle = repr(subject) if isinstance(subject, Mechanism) else str(subject), ""
     if isinstance(subject, str | Mechanism):
         mechanism = catalogue.parse(subject)  # type: ignore[arg-type]
-        name, kind, subject = repr(mechanism), type(mechanism).__name__, _bound(mechanism, inputs)
+        name, vehicle, subject = repr(mechanism), mechanism.traits.gpu, _bound(mechanism, inputs)
     elif isinstance(subject, Bound):
-        name, kind = repr(subject.mechanism), type(subject.mechanism).__name__
+        name, vehicle = repr(subject.mechanism), subject.mechanism.traits.gpu
     elif isinstance(subject, nn.Module):
         name = type(subject).__name__
     else:
         raise TypeError(f"subject is a mechanism, its name, a Bound or another module; got {in_words(subject)}")
-    with dispatch.recorded() as steps, torch.no_grad():
+    with trace.recorded() as steps, torch.no_grad():
         subject(*inputs, **keywords)
     with _Kernels() as kernels, torch.no_grad():
         subject(*inputs, **keywords)
     given = [x for x in inputs or keywords.values() if isinstance(x, Tensor)]
-    return Explanation(name, _described(given), tuple(steps), kernels.counts, VEHICLES.get(kind, ""))
+    return Explanation(name, _described(given), tuple(steps), kernels.counts, vehicle)
 
 
 def _described(inputs: list[Tensor]) -> str:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fast_attention import catalogue, checks, grouped, left_padding, packed, parallel
 from fast_attention.checks import Function, checked
 from fast_attention.engine import heads
-from fast_attention.engine.dispatch import Implementation, implementation
 from fast_attention.engine.precision import rebuild
+from fast_attention.engine.trace import Implementation, implementation
 from fast_attention.known_names import refuse_keywords
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.aft import aft_conv, wkv

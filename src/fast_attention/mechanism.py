@@ -149,8 +149,8 @@ class Attention(Mechanism[W, S]):
         traits = self.traits
         self.check(traits, q, k, v, is_causal, key_mask)
         weights = checks.weights(self, w, q)
-        unmasked = attn_mask is None and dropout == 0.0
-        if not unmasked and not isinstance(self, MaskedAttention):
+        unmasked, has_scores = attn_mask is None and dropout == 0.0, isinstance(self, MaskedAttention)
+        if not unmasked and not has_scores:
             raise self.refuse("an arbitrary attn_mask" if attn_mask is not None else "attention dropout", "mask")
         checks.scores(attn_mask, dropout, q, k)
         if checks.empty(q, k, v):
@@ -159,11 +159,10 @@ class Attention(Mechanism[W, S]):
         def run(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor:
             k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
             options: Any = {"is_causal": is_causal, "key_mask": mask}
-            if unmasked:
+            if not has_scores or (unmasked and type(self).attend is not MaskedAttention.attend):
                 return in_dtype_of_tokens(self.attend, q, k, v, weights, **options)
-            assert isinstance(self, MaskedAttention)
             options |= {"attn_mask": attn_mask, "dropout": dropout}
-            return in_dtype_of_tokens(self.attend_masked, q, k, v, weights, **options)
+            return in_dtype_of_tokens(self.attend_masked, q, k, v, weights, **options)  # type: ignore[attr-defined]
 
         if key_mask is not None and left_padding.may_begin_late(self, key_mask):
             return left_padding.attend(self, run, q, k, v, key_mask, attn_mask, is_causal=is_causal)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import checks
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.tracing import exporting
 from fast_attention.mechanism import Attention, Unsupported
 
@@ -168,7 +168,7 @@ def at_once(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) -> Toget
     def run(
         q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, key_mask: Tensor | None
     ) -> Tensor | None:  # fmt: skip
-        if not dispatch.on_gpu(q):
+        if not operation.on_gpu(q):
             return None
         if len(lengths) < 2 or q.shape[-3] != k.shape[-3] or checks.empty(q, k, v):
             return None

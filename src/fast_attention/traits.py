@@ -10,6 +10,19 @@ from fast_attention.value import plain_numbers, typed
 
 Memory = Literal["constant", "window", "growing"]
 Places = Literal["relative", "absolute", "grid"]
+# What computes a mechanism on a GPU: ``explain`` says it, and the documentation.
+KERNELS = "kernels of this library, in Triton"
+FUSED = "torch's fused attention"
+FLEX = "torch's FlexAttention in 16 bits; else torch's fused attention over blocks of queries with the keys they see"
+SORTED = "torch's FlexAttention in 16 bits, tokens sorted by bucket; else products of torch, chunk by chunk"
+BLOCKS = "torch's fused attention over blocks of queries with the keys they see"
+SCORES = "products of all pairs, and elementwise operations"
+PLAIN = "products and elementwise operations of torch, chunk by chunk"
+SUMS = "elementwise operations and running sums of torch"
+NEAR_FAR = "torch's FlexAttention in 16 bits for near keys, products block by block for far ones; else products for all"
+FOURIER = "torch's FFT"
+TOKENS = "products over all tokens"
+PARTS = "what its parts run by"
 
 
 class Unsupported(NotImplementedError):
@@ -24,6 +37,7 @@ class Traits:
     formula: str  # one line of mathematics in plain text
     cost: str  # time, in n tokens, d width, m features, w window, b block, r rank
     order: float  # exponent of n, checked by counted operations and by measured memory
+    gpu: str = ""  # what computes it on a GPU, in words
     reads: Literal["qkv", "kv", "qv", "v", "x"] = "qkv"  # no other projection is built
     causal: bool = False
     bidirectional: bool = True  # can be called without causal order
@@ -55,7 +69,7 @@ class Traits:
 
     def shared(self, others: Traits) -> int:
         """How many traits are the same in ``others``, but for those that are words or grant nothing."""
-        words = ("paper", "formula", "cost", "positions")
+        words = ("paper", "formula", "cost", "gpu", "positions")
         return sum(getattr(self, x.name) == getattr(others, x.name) for x in fields(self) if x.name not in words)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.functional import aft_full, aft_local, aft_simple
 from fast_attention.mechanisms.aft import aft_full as full
 from fast_attention.mechanisms.aft import aft_local as window
@@ -185,7 +185,7 @@ def test_later_tokens_choose_no_earlier_sum() -> None:
 def test_which_path_ran() -> None:
     q, k, v, _ = tensors(40)
     band = torch.randn(3, 1, 11)
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         for keys in (k, 100 * k):
             aft_simple(q, keys, v, is_causal=True)
             aft_full(q, keys, v, torch.zeros(40, 40, dtype=torch.float64), is_causal=True)
@@ -229,7 +229,7 @@ def test_few_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
             lambda *x: aft_simple(*x, is_causal=True), lambda *x: reference(*x, zero, is_causal=True, key_mask=None),
             (q, scale * k + offset, v), 1e-11,
         )  # fmt: skip
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         aft_simple(q, k, v, is_causal=True)
     assert "one cumulative sum" in str(steps)
 

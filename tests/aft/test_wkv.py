@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import WKV, Bound, Shape, Unsupported
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.functional import wkv_attention
 from fast_attention.mechanisms.aft import fast, wkv
 from tests.cases import qkv
@@ -46,7 +46,7 @@ def agree(length: int, masked: bool, dtype: torch.dtype, limit: float, path: str
     """Outputs and gradients of all inputs, w and u, and the path that was taken."""
     inputs, mask = drawn(length, dtype)
     q, k, v, log_decay, bonus = inputs
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         out = wkv.causal(q, k, v, log_decay.exp(), bonus, mask[:, None] if masked else None)
     assert path in steps[0].path
     high = [x.detach().double().requires_grad_() for x in inputs]

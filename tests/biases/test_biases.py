@@ -28,7 +28,7 @@ from fast_attention import (
 )
 from fast_attention.biases.bias import alibi_slopes, t5_buckets
 from fast_attention.counting import peak_bytes
-from fast_attention.engine.dispatch import implementation
+from fast_attention.engine.trace import implementation
 from tests.cases import bind, qkv, some_keys
 from tests.test_oracles import expected
 

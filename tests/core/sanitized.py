@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from fast_attention import LSH, Shape, catalogue, core
 from fast_attention.core import building
-from fast_attention.engine import dispatch
 from fast_attention.engine import tiles as engine_tiles
+from fast_attention.engine import trace
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.feature_maps.features import EluPlusOne
-from fast_attention.mechanisms.linear import fast_favor, fast_linear
+from fast_attention.mechanisms.linear import compiled
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "build" / "sanitized" / core.FILE.name
@@ -133,6 +135,13 @@ def tiles(
 
 def features(heads: int, _: int, length: int, width: int, values: int, dtype: torch.dtype, causal: bool) -> None:
     """Sums of features and of exponentials, forward and backward, with more keys than queries, masks and states."""
+
+    def passes(numbers: dict[str, Any]) -> Any:
+        forward, backward = partial(compiled.forward, **numbers), partial(compiled.backward, **numbers)
+        return Operation(forward, cpu=Fast(forward, backward))
+
+    sums = passes({**compiled.code(EluPlusOne()), "eps": 1e-6})
+    exponentials = passes({"number": compiled.EXPONENTIAL, "offset": 0.0, "eps": 0.0})
     called.update(("features_forward", "features_backward"))
     few = min(width, 33) + 4
     rows, bias = torch.randn(heads, few, width), torch.randn(heads, 1, few)
@@ -142,10 +151,7 @@ def features(heads: int, _: int, length: int, width: int, values: int, dtype: to
         sizes = (length, width), (length + more, width), (length + more, values)
         q, k, v = (torch.randn(2, heads, *size).to(dtype).requires_grad_() for size in sizes)
         mask = torch.rand(2, 1, length + more) < 0.7
-        for rule, phi, weights, number in (
-            (fast_linear.RULE, EluPlusOne(), [None] * 3, width),
-            (fast_favor.RULE, None, [rows, rows.flip(1), bias], few),
-        ):
+        for run, weights, number in ((sums, [None] * 3, width), (exponentials, [rows, rows.flip(1), bias], few)):
             weights = [None if x is None else x.requires_grad_() for x in weights]
             state: list[Tensor | None] = [None] * 3
             if behind:
@@ -154,7 +160,7 @@ def features(heads: int, _: int, length: int, width: int, values: int, dtype: to
                     torch.rand(2, heads, number),
                     torch.zeros(2, heads, number),
                 ]
-            out = rule(q, k, v, mask, *weights, *state, map=phi, eps=1e-6, is_causal=causal, advances=behind)
+            out = run(q, k, v, mask, *weights, *state, is_causal=causal, advances=behind)
             out = out[0] if behind else out
             assert out.isfinite().all()
             assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum(), (q, k, v)))
@@ -186,9 +192,9 @@ def hashes(heads: int, _: int, length: int, width: int, values: int, dtype: torc
         weights = mechanism.weights(Shape(heads, width, length))
         q, v = (torch.randn(2, heads, length, n).to(dtype).requires_grad_() for n in (width, values))
         for mask in (None, torch.rand(2, length) < 0.7):
-            with dispatch.recorded() as steps:
+            with trace.recorded() as steps:
                 out = mechanism(q, q, v, weights, is_causal=causal, key_mask=mask)
-            assert any(step.path.startswith(dispatch.CORE) for step in steps) or length == 1, steps
+            assert any(step.path.startswith(trace.CORE) for step in steps) or length == 1, steps
             assert out.isfinite().all()
             assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum(), (q, v), allow_unused=True))
 

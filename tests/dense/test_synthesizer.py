@@ -18,7 +18,7 @@ from fast_attention import (
     Softmax,
     Unsupported,
 )
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.functional import softmax_attention, synthesizer_attention
 from fast_attention.mechanisms import DotProduct
 from fast_attention.mechanisms.dense import rows
@@ -194,7 +194,7 @@ def test_long_sequences_are_the_definition(mechanism: Any, device: torch.device)
         bound, (q, k, v) = bind(mechanism, max_len=1040, device=device), qkv(length, device=device)
         wanted = [x.requires_grad_() for x in (q, k, v)] + list(bound.parameters())
         mask = some_keys(2, length, device) if masked else None
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             ours = bound(q, k, v, is_causal=is_causal, key_mask=mask)
         fused = isinstance(mechanism, DenseSynthesizer) and not masked
         path = "torch's fused kernel" if fused else "softmax in blocks of queries"

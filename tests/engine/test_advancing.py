@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from fast_attention import Shape, catalogue
 from fast_attention.counting import peak_bytes
-from fast_attention.engine import advancing, dispatch
+from fast_attention.engine import advancing, trace
 from tests.cases import qkv, some_keys
 
 WALKED = [
@@ -55,7 +55,7 @@ def test_advancing_are_one_pass(expression: str, masked: bool, monkeypatch: pyte
     w = _double(mechanism.weights(Shape(2, 8)))
     x = [t.requires_grad_() for t in qkv(205)]
     mask = some_keys(2, 200) if masked else None
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         walked = _run(mechanism, w, x, mask)
     assert any(step.path.startswith("chunk by chunk") for step in steps)
     monkeypatch.setattr(advancing, "NUMBERS", 2**40)

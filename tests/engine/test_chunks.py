@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import catalogue
-from fast_attention.engine import chunks, dispatch, scan
+from fast_attention.engine import chunks, scan, trace
 from fast_attention.mechanisms.dense import relu
 from fast_attention.mechanisms.log_manhattan import sorting
 from tests.cases import qkv, some_keys
@@ -103,7 +103,7 @@ def test_chunks_at_any_scale(name: str, monkeypatch: Any) -> None:
     m: Any = catalogue.parse(name)
     for is_causal in (False, True):
         x = [(100 * y.float()).requires_grad_() for y in qkv(300)]
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             out = m(*x, is_causal=is_causal)
         assert any("chunk by chunk" in step.path and step.sizes == {"chunk": 128} for step in steps)
         out.sum().backward()

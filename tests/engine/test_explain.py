@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, catalogue, explain, functional
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from tests.cases import qkv
 
 
@@ -39,7 +39,7 @@ def test_settings_say_their_own_reason(text: str, said: str) -> None:
 
 
 def test_biases_that_no_block_can_share_are_not_called_too_far_apart() -> None:
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         functional.aft_local(*qkv(40), torch.zeros(2, 40, 5, dtype=torch.float64))
         functional.aft_local(*qkv(40), torch.full((1, 40, 5), 99.0, dtype=torch.float64))
     assert ["of its own" in step.why for step in steps] == [True, False]
@@ -67,12 +67,12 @@ def test_refusals_pass_through() -> None:
 
 
 def test_steps_are_collected_only_where_someone_follows() -> None:
-    dispatch.record("nobody listens", "")
-    with dispatch.recorded() as outer:
-        dispatch.record("first", "because", chunk=64)
-        with dispatch.recorded() as inner:
-            dispatch.record("second", "")
-        dispatch.record("third", "")
+    trace.record("nobody listens", "")
+    with trace.recorded() as outer:
+        trace.record("first", "because", chunk=64)
+        with trace.recorded() as inner:
+            trace.record("second", "")
+        trace.record("third", "")
     assert [step.path for step in outer] == ["first", "third"]
     assert [step.path for step in inner] == ["second"]
     assert outer[0].sizes == {"chunk": 64}

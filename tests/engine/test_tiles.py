@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import BlockLocal, BlockLocal2d, Local, Local2d, core
-from fast_attention.engine import tiles
+from fast_attention.engine import tiles, trace
 from fast_attention.engine.tiles import Plan
 from fast_attention.integrations.exact import global_window
 from fast_attention.mechanisms.sinkhorn import sinkhorn
@@ -192,7 +192,7 @@ def agree(plans: Any, given: list[Tensor | None], gradient: Tensor, *tables: Ten
     operation = tiles.operation(None, plans)
     ours = results(operation, given, gradient, *tables, **settings)
     double = [x.double() if x is not None and x.is_floating_point() else x for x in given]
-    theirs = results(operation.plain, double, gradient.double(), *tables, **settings)
+    theirs = results(operation.reference, double, gradient.double(), *tables, **settings)
     assert given[0] is not None
     with_sinks, wide = given[6] is not None, given[0].dtype == torch.float32
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -305,7 +305,7 @@ def test_large_and_hidden_numbers() -> None:
     q, k, v, gradient = tensors(100, 100, 16, 16)
     large, settings = [60 * q, 60 * k, v, *[None] * 4], {"left": 9, "right": 9, "scale": 0.3}
     operation = tiles.operation(None, sliding)
-    ours, theirs = (results(run, large, gradient, **settings) for run in (operation, operation.plain))
+    ours, theirs = (results(run, large, gradient, **settings) for run in (operation, operation.reference))
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-4)
     assert all(x.isfinite().all() for x in ours)
     mask = (torch.arange(100) >= 50).expand(2, 1, -1)
@@ -349,7 +349,7 @@ def test_second_derivatives_are_those_of_the_plain_form() -> None:
         run(q, k, v, *[None] * 4, left=5, right=2, scale=0.3).sin().sum(), (q, k, v), create_graph=True
     )
     plain = torch.autograd.grad(
-        run.plain(q, k, v, *[None] * 4, left=5, right=2, scale=0.3).sin().sum(), (q, k, v), create_graph=True
+        run.reference(q, k, v, *[None] * 4, left=5, right=2, scale=0.3).sin().sum(), (q, k, v), create_graph=True
     )
     for a, b in zip(
         *(torch.autograd.grad(sum(x.square().sum() for x in each), (q, k, v)) for each in (first, plain)), strict=True
@@ -357,11 +357,13 @@ def test_second_derivatives_are_those_of_the_plain_form() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_without_the_core_the_operation_says_so() -> None:
+def test_without_the_core_the_reference_runs_and_says_so() -> None:
     q = torch.randn(1, 1, 5, 8)
-    run = tiles.operation(None, sliding)
-    with core.switched_off(), pytest.raises(RuntimeError, match="the compiled core does not serve: turned off here"):
-        run(q, q, q, *[None] * 4, left=1, right=1, scale=1.0)
+    run, given = tiles.operation(None, sliding, path="all scores"), {"left": 1, "right": 1, "scale": 1.0}
+    with core.switched_off(), trace.recorded() as steps:
+        out = run(q, q, q, *[None] * 4, **given)
+    assert torch.equal(out, run.reference(q, q, q, *[None] * 4, **given))
+    assert [(step.path, step.why) for step in steps] == [("all scores", "turned off here")]
     assert tiles.unsupported(q.double()) == (core.unavailable() or "numbers of more than 32 bits")
     with core.switched_off():
         assert tiles.unsupported(q) == "turned off here"

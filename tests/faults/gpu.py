@@ -139,7 +139,7 @@ FAULTS = [
     ),
     Fault(
         "a kernel that was asked for need not run",
-        "engine/dispatch.py",
+        "engine/trace.py",
         '    if name == "triton" and not any(',
         "    if False and not any(",
         TESTS + "refused",

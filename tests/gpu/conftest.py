@@ -23,11 +23,11 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let dispatch take tensors of the CPU for a GPU's."""
-    from fast_attention.engine import dispatch
+    """Let operations take tensors of the CPU for a GPU's."""
+    from fast_attention.engine import operation
 
     if INTERPRETED:
-        monkeypatch.setattr(dispatch, "on_gpu", lambda x: x.device.type == "cpu")
+        monkeypatch.setattr(operation, "on_gpu", lambda x: x.device.type == "cpu")
 
 
 @pytest.fixture(autouse=True)

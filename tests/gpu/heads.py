@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
+from fast_attention.engine.node import arguments
+from fast_attention.engine.operation import Operation
 from fast_attention.gpu import flex
 
 KINDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}  # errors, of the largest number
@@ -23,6 +25,12 @@ def tensors(
     q = torch.randn(batch, length, heads, width).transpose(1, 2)
     k, v = torch.randn(batch, heads, keys, width), torch.randn(batch, heads, keys, values)
     return [x.to(dtype).requires_grad_() for x in (q, k, v)], torch.rand(batch, 1, keys) > 0.2
+
+
+def by_torchs_rules(kernels: Operation, tensors: tuple[Any, ...], settings: dict[str, Any]) -> bool:
+    """Whether what a compiler has of kernels keeps torch's rules for operations."""
+    told = library.opcheck(kernels._node.operation, arguments(tensors, settings))
+    return {*told.values()} == {"SUCCESS"}
 
 
 def double(*given: Tensor) -> list[Tensor]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from fast_attention import Bound, DecayedLinearAttention, attention, explain
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.functional import implementation
 from fast_attention.gpu import configurations, decayed, maps
 from fast_attention.traits import Shape
-from tests.gpu.heads import KINDS, assert_near, double, poisoned, tensors
+from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned, tensors
 from tests.oracles.linear import decayed as oracle
 
 pytestmark = pytest.mark.usefixtures("interpreted")
+NUMBERS: Any = {"eps": 1e-6, "code": maps.ELU, "offset": 0.0}
 CASES = [  # width, values, tokens; masked, normalized
     ((16, 16, 64), False, True), ((16, 16, 64), True, False), ((20, 33, 70), True, True), ((20, 33, 70), False, False),
     ((64, 64, 150), True, True), ((64, 64, 150), True, False), ((130, 70, 65), True, True),
@@ -58,11 +61,11 @@ def agree(
     logs, first = log_decays(sizes[-1], strength), torch.rand(1, 1, sizes[0] * sizes[1] + sizes[0]).requires_grad_()
     with torch.no_grad():
         logs[..., ::7] *= 1e-3  # keys that weigh nearly as much as the next
-    numbers = 1e-6, maps.ELU, 0.0, True, normalized
+    numbers = {**NUMBERS, "normalized": normalized}
     given, x = (q, k, v, first, logs), double(q, k, v, first, logs)
-    results = decayed.decayed_scan(q, k, v, mask if masked else None, first, logs, *numbers)[:2]
+    results = decayed.decayed_scan(q, k, v, mask if masked else None, first, logs, **numbers)
     wide = mask.expand(k.shape[:-1]) if masked else None
-    expected = decayed.plain_scan(*x[:3], wide, *x[3:], *numbers)
+    expected = decayed.plain_scan(*x[:3], wide, *x[3:], **numbers)
     for mine, right in zip(results, expected, strict=True):
         assert_near(mine, right, KINDS[dtype])
     grads = [torch.randn_like(y) / y.detach().abs().max() for y in results]
@@ -82,9 +85,9 @@ def test_the_oracle(gate: str, phi: EluPlusOne | Relu | Identity, normalize: boo
     mechanism = DecayedLinearAttention(phi, gate=gate, normalize=normalize)  # type: ignore[arg-type]
     w = mechanism.weights(Shape(2, 5))
     (q, k, v), mask = tensors(5, 3, 70, batch=2, heads=2)
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         out = mechanism.attend(q, k, v, w, is_causal=is_causal, key_mask=mask)
-    assert any(step.path.startswith(dispatch.KERNEL) for step in steps)
+    assert any(step.path.startswith(trace.KERNEL) for step in steps)
     x, wide = double(q, k, v), type(w)(*(None if each is None else each.double() for each in w))
     one = oracle(mechanism, *(t[1, 0] for t in x), wide, head=0, is_causal=is_causal, key_mask=mask[1, 0])
     assert_near(out[1, 0], one, 1e-6)
@@ -101,7 +104,7 @@ def test_hidden_tokens_are_not_read() -> None:
         with torch.no_grad():
             k.masked_fill_(~mask[..., None], rubbish)
             v.masked_fill_(~mask[..., None], rubbish)
-        out = decayed.decayed_scan(q, k, v, mask, None, logs, 1e-6, maps.ELU, 0.0, True, True)[0]
+        out = decayed.decayed_scan(q, k, v, mask, None, logs, **NUMBERS, normalized=True)[0]
         outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, logs))])
     assert all(torch.equal(x, y) for x, y in zip(*outs, strict=True))
 
@@ -111,7 +114,7 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
         torch.manual_seed(1)
         (q, k, v), mask = tensors(20, 33, 150)
         first, logs = torch.rand(1, 1, 20 * 33 + 20, requires_grad=True), log_decays(150)
-        scanned = decayed.decayed_scan(q, k, v, mask, first, logs, 1e-6, maps.ELU, 0.0, True, True)[:2]
+        scanned = decayed.decayed_scan(q, k, v, mask, first, logs, **NUMBERS, normalized=True)
         loss = sum(x.square().sum() for x in scanned)
         return [*scanned, *torch.autograd.grad(loss, (q, k, v, first, logs))]  # type: ignore[arg-type]
 
@@ -132,12 +135,12 @@ def test_parts_behind_a_state_are_the_whole_and_one_token_is_one_kernel(normaliz
     state, parts, paths = None, [], []
     for rows in (slice(0, 40), slice(40, 41), slice(41, 42), slice(42, 45), slice(45, 90)):
         part = None if key_mask is None else key_mask[..., rows]
-        with dispatch.recorded() as steps, torch.no_grad():
+        with trace.recorded() as steps, torch.no_grad():
             out, state = mechanism.advance(*(x[..., rows, :] for x in (q, k, v)), w, state, key_mask=part)
         parts.append(out)
         paths.append(steps[0].path)
     assert_near(torch.cat(parts, -2), whole.detach().double(), 2e-6)
-    chunks, token = f"{dispatch.KERNEL}: chunks side by side", f"{dispatch.KERNEL}: one token"
+    chunks, token = f"{trace.KERNEL}: chunks side by side", f"{trace.KERNEL}: one token"
     assert paths == [chunks, token, token, "plain operations", chunks]
     assert state is not None
     summary = mechanism.summary(k, v, w, key_mask=key_mask)
@@ -149,7 +152,7 @@ def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(6, 4, 20)
     found, logs = [], log_decays(20)
     for form in (decayed.decayed_scan, decayed.plain_scan):
-        out = form(q, k, v, None, None, logs, 1e-6, maps.ELU, 0.0, True, True)[0]
+        out = form(q, k, v, None, None, logs, **NUMBERS, normalized=True)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v, logs), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v, logs)))
     for mine, right in zip(*found, strict=True):
@@ -160,11 +163,7 @@ def test_operations_keep_torchs_rules() -> None:
     (q, k, v), mask = tensors(8, 4, 40)
     first, logs = torch.rand(1, 1, 8 * 4 + 8, requires_grad=True), log_decays(40)
     for normalized in (True, False):
-        given = q, k, v, mask, first, logs, 1e-6, maps.ELU, 0.0, True, normalized
-        assert {*library.opcheck(decayed.decayed_scan, given).values()} == {"SUCCESS"}
-    one = [x.detach()[..., :1, :] for x in (q, k, v)]
-    given = *one, mask[..., :1], first.detach(), logs.detach()[..., :1], 1e-6, maps.ELU, 0.0, True
-    assert {*library.opcheck(decayed.decayed_step, given).values()} == {"SUCCESS"}
+        assert by_torchs_rules(decayed.decayed_scan, (q, k, v, mask, first, logs), NUMBERS | {"normalized": normalized})
 
 
 def test_compiled_as_one_graph() -> None:
@@ -195,7 +194,7 @@ def test_both_sides_of_few_tokens_and_of_sixteen_bits() -> None:
 
 def test_calls_say_what_ran() -> None:
     (q, k, v), _ = tensors(8, 8, 40)
-    assert dispatch.KERNEL in str(explain(DecayedLinearAttention(), q, k, v, is_causal=True))
+    assert trace.KERNEL in str(explain(DecayedLinearAttention(), q, k, v, is_causal=True))
     attention(q, k, v, "DecayedLinearAttention", is_causal=True, impl="triton")
     attention(q, k, v, "DecayedLinearAttention", impl="triton")
     with pytest.raises(NotImplementedError, match="a decay for every channel"), implementation("triton"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import BigBird, BlockLocal, Local, Sinkhorn, attention
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.functional import implementation
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanism import Attention
@@ -105,12 +105,12 @@ def test_mechanisms_are_their_plain_forms(mechanism: Attention[Any, Any], is_cau
     if masked and isinstance(mechanism, Local | BlockLocal):  # others' last rows are made by torch's fused attention
         k, v = (x.masked_fill(~mask[..., None], float("nan")) for x in (k, v))
     call = {"is_causal": is_causal, "key_mask": mask if masked else None}
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         out = mechanism.attend(q, k, v, w, **call).detach()
     with implementation("reference"):
         k, v = (x.nan_to_num() for x in (k, v))
         expected = mechanism.attend(q, k, v, w, **call).detach()
-    used = any(step.path == f"{dispatch.KERNEL}: FlexAttention" for step in steps)
+    used = any(step.path == f"{trace.KERNEL}: FlexAttention" for step in steps)
     assert used == (not isinstance(mechanism, Sinkhorn))  # whose blocks are sorted by their weights, not chosen
     assert float((out.double() - expected.double()).abs().max()) < 3e-3
 
@@ -138,10 +138,10 @@ def test_what_it_does_not_serve_runs_by_plain_operations(monkeypatch: pytest.Mon
     ]  # fmt: skip
     for q, settings, words in refused:
         call = {"is_causal": True, "key_mask": None, "attn_mask": None, "dropout": 0.0, **settings}
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             Local(window=20).attend_masked(q, q, q, (), **call)
         assert any(words in step.why for step in steps)
-        assert not any(step.path.startswith(dispatch.KERNEL) for step in steps)
+        assert not any(step.path.startswith(trace.KERNEL) for step in steps)
     monkeypatch.setattr(flex, "KINDS", 1)
     attention(x, x, x, Local(window=20), impl="triton")
     attention(x[..., :1050, :], x[..., :1050, :], x[..., :1050, :], Local(window=9), impl="triton")  # rounded alike

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import LSH, attention
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.functional import implementation
 from fast_attention.gpu import flex
 from fast_attention.mechanisms.lsh import gpu
@@ -85,9 +85,9 @@ def test_the_plain_form(mechanism: LSH, is_causal: bool, masked: bool, device: t
     heads = [q.requires_grad_(), v.requires_grad_()]
     w, grad = mechanism.weights(Shape(heads=2, head_dim=16)), torch.randn(2, 2, length, 32).half()
     named: dict[str, Any] = {"is_causal": is_causal, "key_mask": mask if masked else None}
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         results = [mechanism.attend(q, q, v, w, **named)]
-    assert any(step.path == f"{dispatch.KERNEL}: FlexAttention" for step in steps)
+    assert any(step.path == f"{trace.KERNEL}: FlexAttention" for step in steps)
     with implementation("reference"):
         results.append(mechanism.attend(clean[0], clean[0], clean[1], w, **named))
     gradients = [torch.autograd.grad(x, given, grad) for x, given in zip(results, (heads, clean), strict=True)]
@@ -108,10 +108,10 @@ def test_what_it_does_not_serve_runs_by_plain_operations(monkeypatch: pytest.Mon
     x = torch.randn(1, 2, 1100, 16).half()
     refused = [(x.float(), "float32"), (x[..., :60, :], "fewer than 64"), (x.repeat(1, 1, 1, 3), "other widths")]
     for heads, words in refused[: 3 if flex.SHORTEST == 64 else 1]:
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             attention(heads, heads, heads, LSH(**SMALL))
         assert any(words in step.why for step in steps)
-        assert not any(step.path.startswith(dispatch.KERNEL) for step in steps)
+        assert not any(step.path.startswith(trace.KERNEL) for step in steps)
     monkeypatch.setattr(gpu, "PAIRS", 6 * 10**2)
     attention(x, x, x, LSH(**SMALL), impl="triton")
     monkeypatch.setattr(gpu, "PAIRS", 6 * 10**2 - 1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fast_attention import BlockLocal, FavorPlus, Hybrid, LearnedFeatures, LinearAttention
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.functional import implementation
 from fast_attention.gpu import flex, self_check
 from fast_attention.traits import Shape
@@ -48,9 +48,9 @@ def test_the_plain_form(mechanism: Any, is_causal: bool, masked: bool) -> None:
     named, results = {"is_causal": is_causal, "key_mask": mask if masked else None}, []
     trained = [x for x in torch.utils._pytree.tree_leaves(w) if isinstance(x, torch.nn.Parameter)]
     grad = torch.randn(2, 2, length - 37, 16).half()
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         results.append(mechanism.attend(*heads, w, **named))
-    assert any(step.path.startswith(f"{dispatch.KERNEL}: FlexAttention") for step in steps)
+    assert any(step.path.startswith(f"{trace.KERNEL}: FlexAttention") for step in steps)
     with implementation("reference"):
         results.append(mechanism.attend(*heads, w, **named))
     assert_near(results[0], results[1].double(), 2e-3)

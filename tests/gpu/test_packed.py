@@ -20,7 +20,7 @@ from fast_attention import (
     Local,
     Softmax,
 )
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.feature_maps.features import Identity, Relu
 from fast_attention.functional import implementation
 from fast_attention.gpu import configurations, flex
@@ -69,9 +69,9 @@ def test_sums_begin_anew_with_every_sequence(mechanism: Attention[Any, Any], mas
     x, mask, borders = packed_heads(LENGTHS, 16)
     bound, key_mask, results = Bound(mechanism, Shape(2, 16)), mask if masked else None, []
     for name in ("auto", "reference"):
-        with implementation(name), dispatch.recorded() as steps:  # type: ignore[arg-type]
+        with implementation(name), trace.recorded() as steps:  # type: ignore[arg-type]
             out = bound(*x, is_causal=is_causal, key_mask=key_mask, cu_seqlens=borders)
-        launched = [step for step in steps if step.path.startswith(dispatch.KERNEL)]
+        launched = [step for step in steps if step.path.startswith(trace.KERNEL)]
         assert len(launched) == (2 - is_causal if name == "auto" else 0)
         results.append([out, *torch.autograd.grad(out.square().sum(), [*x, *bound.parameters()])])
     for mine, right in zip(*results, strict=True):
@@ -92,9 +92,9 @@ def test_windows_end_with_their_sequence(
     x, bound, results = [t.detach().half() for t in x], Bound(mechanism, Shape(2, 16)), []
     apart = masked and mechanism.traits.positions == "absolute"  # blocks are counted behind the padding of each
     for name in ("auto", "reference"):
-        with implementation(name), dispatch.recorded() as steps:  # type: ignore[arg-type]
+        with implementation(name), trace.recorded() as steps:  # type: ignore[arg-type]
             results.append(bound(*x, is_causal=is_causal, key_mask=mask if masked else None, cu_seqlens=borders))
-        launched = [step for step in steps if step.path == f"{dispatch.KERNEL}: FlexAttention"]
+        launched = [step for step in steps if step.path == f"{trace.KERNEL}: FlexAttention"]
         assert (len(launched) == 1) == (name == "auto" and not apart)
     assert float((results[0].double() - results[1].double()).abs().max()) < 3e-3
 
@@ -120,9 +120,9 @@ def test_every_sequence_begins_a_chunk(mechanism: Any, monkeypatch: pytest.Monke
         x[1][..., :20, :] *= 8  # keys of the first sequence have features of other sizes, and pools
     bound, results = Bound(mechanism, Shape(2, 6)), []
     for name in ("auto", "reference"):
-        with implementation(name), dispatch.recorded() as steps:  # type: ignore[arg-type]
+        with implementation(name), trace.recorded() as steps:  # type: ignore[arg-type]
             out = bound(*x, is_causal=True, key_mask=mask, cu_seqlens=borders)
-        launched = [step for step in steps if step.path.startswith(dispatch.KERNEL)]
+        launched = [step for step in steps if step.path.startswith(trace.KERNEL)]
         assert len(launched) == (1 if name == "auto" else 0)
         trained = [each for each in bound.parameters() if each.requires_grad]
         results.append([out, *torch.autograd.grad(out.square().sum(), [*x, *trained])])
@@ -136,12 +136,12 @@ def test_second_derivatives_keep_sequences_apart(name: str, monkeypatch: pytest.
     (q, k, v), _, _ = packed_heads((32,), 4)
     begins, rows, found = torch.tensor([1, 1], dtype=torch.uint8), torch.randn(2, 4, 4), []
     forms: dict[str, Any] = {
-        "feature_scan": (operations.feature_scan, plain.scan, (rows, rows, None, begins, True, False)),
-        "pool_scan": (pooling.pool_scan, plain_pooling.scan, (begins, True, True)),
+        "feature_scan": (operations.feature_scan, plain.scan, (rows, rows, None, begins), {}),
+        "pool_scan": (pooling.pool_scan, plain_pooling.scan, (begins,), {"gated": True}),
     }
-    kernel, twin, given = forms[name]
+    kernel, twin, given, settings = forms[name]
     for form in (kernel, twin):
-        out = form(q, k, v, None, None, *given)[0]
+        out = form(q, k, v, None, None, *given, **settings)[0]
         (first,) = torch.autograd.grad(out[..., 16:, :].square().sum(), k, create_graph=True)
         assert not first[..., :16, :].any()
         found.append(torch.autograd.grad(first.square().sum(), q)[0])
@@ -151,9 +151,9 @@ def test_second_derivatives_keep_sequences_apart(name: str, monkeypatch: pytest.
 def test_what_no_kernel_packs_goes_one_by_one() -> None:
     x, _, borders = packed_heads(LENGTHS, 16)
     bound = Bound(LinearAttention(), Shape(2, 16))
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         bound(*x, cu_seqlens=borders)
-    assert sum(step.path.startswith(dispatch.KERNEL) for step in steps) > 1
+    assert sum(step.path.startswith(trace.KERNEL) for step in steps) > 1
 
 
 def test_rows_of_texts_in_swapped_models_are_one_launch() -> None:
@@ -162,7 +162,7 @@ def test_rows_of_texts_in_swapped_models_are_one_launch() -> None:
     seen = Visibility(lambda: pytest.fail("no dense mask is wanted"), tokens=mask, is_causal=True)  # (2, tokens) rows
     results = []
     for name in ("auto", "reference"):
-        with implementation(name), dispatch.recorded() as steps:  # type: ignore[arg-type]
+        with implementation(name), trace.recorded() as steps:  # type: ignore[arg-type]
             results.append(packed_rows.run(bound, q, k, v, seen, texts, 0.0, None))
-        assert sum(step.path.startswith(dispatch.KERNEL) for step in steps) == (1 if name == "auto" else 0)
+        assert sum(step.path.startswith(trace.KERNEL) for step in steps) == (1 if name == "auto" else 0)
     assert_near(results[0], results[1].detach().double(), 1e-5)

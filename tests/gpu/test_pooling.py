@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from fast_attention import AFTSimple, attention, explain
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.gpu.pooling import launching, operations, plain
-from tests.gpu.heads import KINDS, assert_near, double, poisoned
+from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned
 from tests.gpu.heads import tensors as of_widths
 from tests.oracles.aft import simple as oracle
 
@@ -39,9 +39,9 @@ def first_pool(width: int) -> Tensor:
 @pytest.mark.parametrize("keys", [40, 51, 33])
 def test_the_oracle(is_causal: bool, keys: int) -> None:
     (q, k, v), mask = tensors(5, 40, keys, batch=2, heads=2)
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         out = attention(q, k, v, AFTSimple(), is_causal=is_causal, key_mask=mask[:, 0])
-    assert any(step.path.startswith(dispatch.KERNEL) for step in steps)
+    assert any(step.path.startswith(trace.KERNEL) for step in steps)
     x, grad = double(q, k, v), torch.randn_like(out)
     one = oracle(AFTSimple(), *(t[1, 0] for t in x), (), head=0, is_causal=is_causal, key_mask=mask[1, 0])
     assert_near(out[1, 0], one, 1e-6)
@@ -78,12 +78,12 @@ def agree(sizes: tuple[int, int], dtype: torch.dtype, masked: bool, gated: bool,
     bound = max(KINDS[dtype], 5e-7 * spread)
     first, mask = first_pool(sizes[0]).requires_grad_(), mask if masked else None
     x, wide = double(q, k, v, first), None if mask is None else mask.expand(k.shape[:-1])
-    results = operations.pool_scan(q, k, v, mask, first, None, gated, True)[:2]
-    expected = plain.scan(*x[:3], wide, x[3], None, gated)
+    results = operations.pool_scan(q, k, v, mask, first, None, gated=gated)
+    expected = plain.scan(*x[:3], wide, x[3], None, gated=gated)
     same((q, k, v, first), x, results, expected, dtype, bound)
     pool, right = operations.pool_sums(k, v, mask), plain.sums(*x[1:3], wide)
-    results = pool, operations.pool_read(q, pool, gated, True)[0]
-    same((q, k, v), x[:3], results, (right, plain.read(x[0], right, gated)), dtype, bound)
+    results = pool, operations.pool_read(q, pool, gated=gated)
+    same((q, k, v), x[:3], results, (right, plain.read(x[0], right, gated=gated)), dtype, bound)
 
 
 def same(given: Any, x: Any, results: Any, expected: Any, dtype: torch.dtype, bound: float) -> None:
@@ -103,8 +103,8 @@ def test_hidden_tokens_are_not_read() -> None:
         with torch.no_grad():
             k.masked_fill_(~mask[..., None], rubbish)
             v.masked_fill_(~mask[..., None], rubbish)
-        read = operations.pool_read(q, operations.pool_sums(k, v, mask), True, True)[0]
-        for out in (operations.pool_scan(q, k, v, mask, None, None, True, True)[0], read):
+        read = operations.pool_read(q, operations.pool_sums(k, v, mask), gated=True)
+        for out in (operations.pool_scan(q, k, v, mask, None, None, gated=True)[0], read):
             outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     for clean, rubbished in zip(outs[:2], outs[2:], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(clean, rubbished, strict=True))
@@ -113,11 +113,11 @@ def test_hidden_tokens_are_not_read() -> None:
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
     (q, k, v), _ = tensors(16, 50)
     mask = torch.arange(50).expand(1, 1, 50) >= 35
-    out = operations.pool_scan(q, k, v, mask, None, None, True, True)[0]
+    out = operations.pool_scan(q, k, v, mask, None, None, gated=True)[0]
     assert not out[..., :35, :].any()
     assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(out.square().sum(), (q, k, v)))
     none = torch.zeros(1, 1, 50, dtype=torch.bool)
-    assert not operations.pool_read(q, operations.pool_sums(k, v, none), True, True)[0].any()
+    assert not operations.pool_read(q, operations.pool_sums(k, v, none), gated=True).any()
 
 
 def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +125,8 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
         torch.manual_seed(1)
         (q, k, v), mask = tensors(20, 40, dtype=torch.float16)
         first = first_pool(20).requires_grad_()
-        scanned = operations.pool_scan(q, k, v, mask, first, None, True, True)[:2]
-        read = operations.pool_read(q, operations.pool_sums(k, v, mask), True, True)[0]
+        scanned = operations.pool_scan(q, k, v, mask, first, None, gated=True)
+        read = operations.pool_read(q, operations.pool_sums(k, v, mask), gated=True)
         loss = sum(x.float().square().sum() for x in (*scanned, read))
         return [*scanned, read, *torch.autograd.grad(loss, (q, k, v, first))]  # type: ignore[arg-type]
 
@@ -141,14 +141,14 @@ def test_parts_behind_a_pool_are_the_whole() -> None:
     whole = attention(q, k, v, mechanism, is_causal=True, key_mask=mask[:, 0])
     state, parts, paths = None, [], []
     for rows in (slice(0, 20), slice(20, 21), slice(21, 25), slice(25, 50)):
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             out, state = mechanism.advance(
                 *(x[..., rows, :] for x in (q, k, v)), (), state, key_mask=mask[..., rows]
             )  # fmt: skip
         parts.append(out)
         paths.append(steps[0].path)
     assert_near(torch.cat(parts, -2), whole.detach().double(), 1e-6)
-    assert all(path.startswith(dispatch.KERNEL) for path in paths)
+    assert all(path.startswith(trace.KERNEL) for path in paths)
     assert state is not None
     summary = mechanism.summary(k, v, (), key_mask=mask)
     for mine, right in zip(state, summary, strict=True):
@@ -165,7 +165,7 @@ def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(4, 20)
     found = []
     for form in (operations.pool_scan, plain.scan):
-        out = form(q, k, v, None, None, None, True, True)[0]
+        out = form(q, k, v, None, None, None, gated=True)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v)))
     for mine, right in zip(*found, strict=True):
@@ -177,11 +177,12 @@ def test_operations_keep_torchs_rules(name: str) -> None:
     (q, k, v), mask = tensors(8, 40)
     first = first_pool(8).requires_grad_()
     given: dict[str, Any] = {
-        "pool_scan": (q, k, v, mask, first, None, True, True),
+        "pool_scan": (q, k, v, mask, first, None),
         "pool_sums": (k, v, mask),
-        "pool_read": (q, first, True, True),
+        "pool_read": (q, first),
     }
-    assert {*library.opcheck(getattr(operations, name), given[name]).values()} == {"SUCCESS"}
+    settings = {} if name == "pool_sums" else {"gated": True}
+    assert by_torchs_rules(getattr(operations, name), given[name], settings)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -199,5 +200,5 @@ def test_compiled_as_one_graph(is_causal: bool) -> None:
 
 def test_calls_say_what_ran() -> None:
     (q, k, v), _ = tensors(8, 40)
-    assert dispatch.KERNEL in str(explain(AFTSimple(), q, k, v, is_causal=True))
+    assert trace.KERNEL in str(explain(AFTSimple(), q, k, v, is_causal=True))
     attention(q, k, v, "AFTSimple", impl="triton")

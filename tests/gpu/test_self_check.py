@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fast_attention import LinearAttention, __version__, attention
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.feature_maps.features import EluPlusOne, Relu
 from fast_attention.gpu import operations, self_check
 from fast_attention.gpu.self_check import Case
@@ -27,6 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 ELEMENTWISE = self_check.elementwise(EluPlusOne())
 
 
@@ -86,8 +87,8 @@ def test_every_part_is_told_and_where_it_is_wrong(monkeypatch: pytest.MonkeyPatc
         assert not any("REFUSED" in line for line in errors.told(case, torch.bfloat16, device, masked=False))
     right = operations.chunk_scan
 
-    def wrong(*given: Any) -> Any:
-        out, *rest = right(*given)
+    def wrong(*given: Any, **settings: Any) -> Any:
+        out, *rest = right(*given, **settings)
         return out * torch.where(torch.arange(70)[:, None] == 40, 1.5, 1.0).to(out.dtype), *rest
 
     monkeypatch.setattr(operations, "chunk_scan", wrong)
@@ -112,7 +113,12 @@ def test_wrong_kernels_are_named_once_and_never_run(
     monkeypatch: pytest.MonkeyPatch, interpreted: None, folder: Path
 ) -> None:
     right = operations.chunk_scan
-    monkeypatch.setattr(operations, "chunk_scan", lambda *given: (1.001 * right(*given)[0], *right(*given)[1:]))
+
+    def wrong(*given: Any, **settings: Any) -> Any:
+        out, last = right(*given, **settings)
+        return 1.001 * out, last
+
+    monkeypatch.setattr(operations, "chunk_scan", wrong)
     with pytest.warns(UserWarning, match="plain operations instead of Triton kernels: causal output of heads of 16"):
         told = verdict()
     assert "is off by 0.001" in told
@@ -121,9 +127,9 @@ def test_wrong_kernels_are_named_once_and_never_run(
         assert verdict() == told  # no second warning
     monkeypatch.setattr(self_check, "obstacle", lambda *given, **named: told)
     q = torch.randn(1, 1, 40, 16)
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         attention(q, q, q, LinearAttention(), is_causal=True)
-    assert not any(step.path.startswith(dispatch.KERNEL) for step in steps)
+    assert not any(step.path.startswith(trace.KERNEL) for step in steps)
     assert any(step.why == told for step in steps)
 
 

@@ -227,7 +227,7 @@ def test_the_same_with_all_scores_at_once(dropout: float, columns: Tensor | None
                 intervals = () if columns is None else tuple(global_window._intervals(columns.tolist()))
                 seed = int(torch.randint(2**62, ())) if dropout else 0
                 settings = {"reach": window.reach, "size": window.size, "columns": intervals, "seed": seed, **given}
-                out = global_window._compiled.plain(*leaves, ~masked[None], None, None, None, *table, **settings)
+                out = global_window._compiled.reference(*leaves, ~masked[None], None, None, None, *table, **settings)
             found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
         for ours, theirs in zip(*found, strict=True):
             assert float((ours.detach() - theirs.detach()).abs().max()) <= 5e-6 * float(theirs.detach().abs().max())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention import ByLength, LinearAttention, Local, Softmax, catalogue, decoding, exporting
 from fast_attention.counting import count_operations
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.engine.kv_cache import KVCache
 from tests.cases import bind, qkv, some_keys, uncached
 
@@ -220,7 +220,7 @@ def test_what_ran_can_be_asked() -> None:
     for length, is_causal, ran in (
         (8, True, "Softmax()"), (9, True, "Softmax(), then LinearAttention()"), (9, False, "LinearAttention()"),
     ):  # fmt: skip
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             mechanism(*qkv(length), is_causal=is_causal)
         assert steps[0].path == ran
 

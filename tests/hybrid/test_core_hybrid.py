@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import BlockLocal, Bound, Hybrid, LinearAttention, Shape, core
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.mechanisms.hybrid import compiled
 from tests.cases import bind, qkv, some_keys
 
@@ -30,9 +30,9 @@ def results(bound: Any, tokens: tuple[Tensor, ...], wide: bool = False, **visibl
     """Outputs and gradients of all tokens and weights."""
     bound, dtype = (bound.double(), torch.float64) if wide else (bound.float(), tokens[0].dtype)
     given = [x.detach().to(dtype).requires_grad_() for x in tokens]
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         out = bound(*given, **visible)
-    assert steps[0].path.startswith("exact" if "covers" in steps[0].why else "near" if wide else dispatch.CORE), steps
+    assert steps[0].path.startswith("exact" if "covers" in steps[0].why else "near" if wide else trace.CORE), steps
     torch.manual_seed(1)
     probe = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
     wanted = [*given, *bound.parameters()]
@@ -115,7 +115,7 @@ def test_features_that_grow_to_the_end(far: str) -> None:
 def test_sums_out_of_range_go_by_the_reference() -> None:
     bound = Bound(Hybrid(near=BlockLocal(block_size=8), far=LinearAttention()), Shape(2, 8))
     q, k, v = qkv(100, dtype=torch.float32)
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         out = bound(1e6 * q, 1e31 * k, v)
     assert "not finite" in steps[0].why
     assert out.isfinite().all()
@@ -136,7 +136,7 @@ def test_gradients_of_gradients_are_the_references() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(60, dtype=torch.float32))
     sides = []
     for switched in (False, True):
-        with dispatch.implementation("reference" if switched else "auto"):
+        with trace.implementation("reference" if switched else "auto"):
             out = bound(q, k, v)
             first = torch.autograd.grad(out.sin().sum(), (q, k, v, *bound.parameters()), create_graph=True)
             sides.append(torch.autograd.grad(sum(x.sin().sum() for x in first), (q, k, v, *bound.parameters())))
@@ -148,7 +148,7 @@ def test_a_prompt_is_read_by_the_core() -> None:
     """With the state that the reference makes of it."""
     bound = bind(TEXTS[0], dtype=torch.float32)
     q, k, v = qkv(90, dtype=torch.float32)
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         out, state = bound.decode(q[..., :80, :], k[..., :80, :], v[..., :80, :], None)
     assert steps[0].path == compiled.PATH
     rest = bound.decode(q[..., 80:, :], k[..., 80:, :], v[..., 80:, :], state)[0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import BlockLocal, Bound, Hybrid, LinearAttention, Shape, attention, catalogue, core, explain
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.engine.masks import masked_softmax
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.features import Custom, Exp, Quadratic
@@ -288,7 +288,7 @@ def test_what_the_blocks_cover_is_softmax() -> None:
             ours = attention(q, k, v, f"Hybrid(near={text})", is_causal=is_causal, key_mask=mask)
             assert torch.equal(ours, attention(q, k, v, "Softmax", is_causal=is_causal, key_mask=mask))
         assert "covers everything" in str(explain(f"Hybrid(near={text})", q, k, v))
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         attention(q, k, v, "Hybrid(near=BlockLocal(block_size=8, before=4, after=3))")
     assert steps[0].why.startswith("BlockLocal(block_size=8, before=4, after=3) leaves keys out")
 
@@ -391,6 +391,6 @@ def test_nested_values_print_and_parse() -> None:
 
 
 def test_it_tells_its_path() -> None:
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         attention(*qkv(300), "Hybrid(near=BlockLocal(block_size=20))")
     assert steps[0].why.startswith("BlockLocal(block_size=20) leaves keys out; ")

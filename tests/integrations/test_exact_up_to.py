@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import fast_attention
 from fast_attention import ByLength, FavorPlus, LinearAttention, Local, Shape, Softmax, cache_argument, swap, swap_back
-from fast_attention.engine import dispatch, heads
+from fast_attention.engine import heads, trace
 from fast_attention.integrations import crossover
 from fast_attention.nn.bound import Bound
 
@@ -93,7 +93,7 @@ def test_hooks_on_the_mechanism_are_called_for_short_inputs() -> None:
 def test_explain_says_that_short_inputs_are_exact() -> None:
     model, ids = model_of("Bert"), torch.randint(5, 99, (2, 20))
     swap(model, "FavorPlus(num_features=8)", exact_up_to=20)
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         outputs(model, ids, None)
     assert [step.path for step in steps] == ["Softmax()", "torch's fused kernel"] * 2
     assert steps[0].sizes == {"above": 20}

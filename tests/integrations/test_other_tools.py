@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from fast_attention import from_pretrained, swap, swap_back
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.integrations.swapped import layers_of
 from fast_attention.lab.loading import default_model
 
@@ -201,7 +201,7 @@ def test_sentence_transformers(tmp_path: Path) -> None:
     assert not torch.allclose(wanted, exact, atol=1e-3)
     model.save_pretrained(str(tmp_path / "model"))
     again = library.SentenceTransformer(str(tmp_path / "model"), device="cpu")
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         found = torch.as_tensor(again.encode(TEXTS))
     assert steps
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fast_attention import LinearAttention, core
-from fast_attention.engine import dispatch
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import trace
+from fast_attention.engine.operation import Operation, Unserved, always
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, Relu
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_plus_attention, linear_attention
@@ -24,16 +25,26 @@ MAPS = [EluPlusOne(), Relu(offset=1e-3), Identity()]
 WIDTHS = [4, 8, 16]  # of vectors, those that are there
 
 
+def in_core(operation: Operation) -> Operation:
+    """The core's passes of an operation, also where others are faster."""
+    assert operation.cpu is not None
+    return Operation(operation.reference, cpu=replace(operation.cpu, serves=always))
+
+
+SUMS, FURTHER = in_core(fast_linear.sums), in_core(fast_linear.further)
+EXPONENTIALS, FURTHER_EXPONENTIALS = in_core(fast_favor.exponentials), in_core(fast_favor.further)
+
+
 def leaves(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.detach().clone().requires_grad_(x.is_floating_point()) for x in tensors]
 
 
-def agree(rule: CustomGradient, arguments: list[Any], rtol: float = 4e-5, **settings: Any) -> list[Tensor]:
+def agree(run: Operation, arguments: list[Any], rtol: float = 4e-5, **settings: Any) -> list[Tensor]:
     """Outputs, states and the gradients of all of them, relative to the largest number; twice the same bits."""
     results: list[list[Tensor]] = []
     for wide in (False, False, True):
         given = leaves(*(x.double() if wide and x is not None and x.is_floating_point() else x for x in arguments))
-        outputs = (rule.plain if wide else rule)(*given, **settings)
+        outputs = (run.reference if wide else run)(*given, **settings)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.manual_seed(1)
         probes = [torch.randn(x.shape, dtype=torch.float64) for x in outputs]
@@ -71,11 +82,13 @@ def test_sums_are_the_plain_form(sizes: tuple[int, int, int, int], phi: FeatureM
         q, k, v = (x.abs() if phi == Identity() else x for x in tokens(sizes))
         for mask in (None, some_keys(sizes[1])):
             for is_causal in (False, True):
-                settings: Any = {"map": phi, "eps": 1e-6, "is_causal": is_causal}
-                agree(fast_linear.RULE, [q, k, v, mask, *[None] * 6], advances=False, **settings)
+                settings: Any = {**compiled.code(phi), "eps": 1e-6, "is_causal": is_causal}
+                agree(SUMS, [q, k, v, mask], **settings)
             if sizes[0] == sizes[1]:
                 state = torch.rand(2, 3, sizes[2], sizes[3]), 3 * torch.rand(2, 3, sizes[2]) + 1
-                agree(fast_linear.RULE, [q, k, v, mask, None, None, None, *state, None], advances=True, **settings)
+                settings["is_causal"] = True
+                before = [*state, torch.zeros(2, 3, 1)]
+                agree(FURTHER, [q, k, v, mask, None, None, None, *before], **settings)
     finally:
         core_width()
 
@@ -93,14 +106,15 @@ def test_exponentials_are_the_plain_form(sizes: tuple[int, int, int, int], train
     q, k, v = tokens(sizes, scale * (8 / sizes[2]) ** 0.25)
     k[..., ::37, :] *= 2
     W = draw(3, 70, sizes[2])
-    rows = [W, draw(3, 70, sizes[2]), 2 * torch.randn(3, 1, 70)] if trained else [W, W, None]
+    rows = [W, 2 * torch.randn(3, 1, 70), draw(3, 70, sizes[2])] if trained else [W, None, W]
     for mask in (None, some_keys(sizes[1])):
         for is_causal in (False, True):
-            settings: Any = {"map": None, "eps": 0.0, "is_causal": is_causal, "rtol": 4e-5 * max(1.0, scale)}
-            agree(fast_favor.RULE, [q, k, v, mask, *rows, None, None, None], advances=False, **settings)
+            settings: Any = {"hyperbolic": False, "is_causal": is_causal, "rtol": 4e-5 * max(1.0, scale)}
+            agree(EXPONENTIALS, [q, k, v, mask, *rows], **settings)
         if sizes[0] == sizes[1]:
             state = torch.rand(2, 3, 70, sizes[3]), torch.rand(2, 3, 70) + 1, 3 * torch.randn(2, 3, 70)
-            agree(fast_favor.RULE, [q, k, v, mask, *rows, *state], advances=True, **settings)
+            settings["is_causal"] = True
+            agree(FURTHER_EXPONENTIALS, [q, k, v, mask, *rows, *state], **settings)
 
 
 def test_features_that_grow_to_the_end() -> None:
@@ -109,8 +123,7 @@ def test_features_that_grow_to_the_end() -> None:
     direction = torch.nn.functional.normalize(W[:, :1], dim=-1)
     k = torch.linspace(80, 0, 250)[:, None] * direction + torch.zeros(2, 1, 1, 1)
     q = direction + 0.1 * torch.randn(2, 3, 250, 8)
-    arguments = [q, k, v, None, W, W, None, None, None, None]
-    agree(fast_favor.RULE, arguments, map=None, eps=0.0, is_causal=True, advances=False, rtol=3e-4)
+    agree(EXPONENTIALS, [q, k, v, None, W, None, W], hyperbolic=False, is_causal=True, rtol=3e-4)
 
 
 def calls() -> list[Any]:
@@ -130,7 +143,7 @@ def test_halves_are_sums_in_float32(which: int, dtype: torch.dtype) -> None:
     wide = leaves(*(x.float() for x in halves))
     for is_causal in (False, True):
         probe = torch.randn(2, 3, 300, 24, dtype=dtype)
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             ours = call(*halves, is_causal=is_causal)
         assert steps[0].path.startswith("compiled core")
         theirs = call(*wide, is_causal=is_causal)
@@ -180,12 +193,12 @@ def test_no_number_is_lost_and_none_leaks(which: int) -> None:
 def test_sums_out_of_range_go_by_plain_sums() -> None:
     q, k, v = tokens((300, 300, 24, 24), 1e30)
     for is_causal in (False, True):
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             out = LinearAttention()(q, k, v, is_causal=is_causal)
         assert out.isfinite().all()
         assert steps[-1].path == "plain sums"
-    with pytest.raises(compiled.OutOfRangeError):
-        compiled.attend(fast_linear.RULE, q, k, v, *[None] * 4, map=Relu(), eps=0.0, is_causal=False)
+    with pytest.raises(Unserved):
+        compiled.forward(q, k, v, None, keep=False, **compiled.code(Relu()), eps=0.0, is_causal=False)
 
 
 def test_very_many_terms() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import LinearAttention, core
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.feature_maps.features import (
     Custom,
     EluPlusOne,
@@ -19,7 +19,7 @@ from fast_attention.feature_maps.features import (
     SoftmaxMap,
     Taylor,
 )
-from fast_attention.mechanisms.linear import fast_linear
+from fast_attention.functional import linear_attention
 from tests.cases import qkv, some_keys
 
 ELEMENTWISE = [EluPlusOne(), Relu(offset=1e-3), Relu()]
@@ -102,9 +102,7 @@ def test_layouts_and_gradients_of_some(is_causal: bool) -> None:
         (gradient,) = torch.autograd.grad(ours.sum(), strided[chosen])
         torch.testing.assert_close(gradient, expected[chosen], rtol=1e-12, atol=1e-12)
         strided[chosen].requires_grad_(False)
-    single = fast_linear.attend(
-        *(x[0, 0] for x in inputs), None, phi=EluPlusOne(), eps=1e-6, is_causal=is_causal
-    )  # fmt: skip
+    single = linear_attention(*(x[0, 0] for x in inputs), feature_map=EluPlusOne(), eps=1e-6, is_causal=is_causal)
     torch.testing.assert_close(single, out[0, 0])
 
 
@@ -166,7 +164,7 @@ def test_the_path_can_be_asked() -> None:
     """Float64 goes by plain sums; float32 by the core, where it is there."""
     for dtype in (torch.float64, torch.float32):
         for is_causal in (False, True):
-            with dispatch.recorded() as steps:
+            with trace.recorded() as steps:
                 LinearAttention()(*(x.to(dtype) for x in qkv(300)), is_causal=is_causal)
             served = dtype == torch.float32 and not core.unavailable()
             assert steps[0].path == ("compiled core, sums over sections" if served else "plain sums")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import core
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.mechanisms.lsh import compiled
 from fast_attention.mechanisms.lsh.compiled import hashed_attention
 from fast_attention.mechanisms.lsh.lsh import LSH
@@ -66,7 +66,7 @@ def test_the_core_is_the_reference(kind: str, length: int) -> None:
     for masked, (width, values), scale in itertools.product((False, True), ((8, 16), (33, 5)), (1.0, 30.0)):
         q, v, bucket, seen = case(rules, length, masked, width=width, values=values, scale=scale)
         exact = outputs(hashed_softmax, q.double(), v.double(), bucket, seen, rules=rules)
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             ours = outputs(hashed_attention, q, v, bucket, seen, **vars(rules))
         assert [step.path for step in steps] == ["compiled core: chunks of hashed tokens"]
         near(ours, exact, 5e-6 if scale == 1.0 else 1e-4)
@@ -91,7 +91,7 @@ def test_the_core_reads_and_writes_16_bits(dtype: torch.dtype, length: int) -> N
     q, v, bucket, seen = case(rules, length, False, width=16, values=16)
     q, v = q.to(dtype), v.to(dtype)
     exact = outputs(hashed_softmax, q.double(), v.double(), bucket, seen, rules=rules)
-    ours = outputs(compiled._HASHED, q, v, bucket, seen, rules=rules)
+    ours = outputs(compiled.hashed_attention, q, v, bucket, seen, **vars(rules))
     assert all(x.dtype == dtype for x in ours)
     near(ours, exact, 2e-2 if dtype == torch.bfloat16 else 2e-3)
 
@@ -148,7 +148,7 @@ def test_the_core_agrees_with_the_oracle(mechanism: LSH, masked: bool) -> None:
     q, k, v = qkv(13, dtype=torch.float32)
     w, seen = mechanism.weights(Shape(heads=2, head_dim=8)), some_keys(2, 13, q.device) if masked else None
     for is_causal in (False, True):
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             out = mechanism.attend(q, k, v, w, is_causal=is_causal, key_mask=None if seen is None else seen[:, None])
         assert [step.path.split(":")[0] for step in steps] == ["compiled core"]
         for b, h in itertools.product(range(2), range(2)):
@@ -175,7 +175,7 @@ def test_without_the_core_the_reference_runs_and_says_why(monkeypatch: pytest.Mo
     monkeypatch.setattr(core, "unavailable", lambda: "nobody built it")
     rules = KINDS["causal"]
     q, v, bucket, _ = case(rules, 40, False)
-    with dispatch.recorded() as steps:
+    with trace.recorded() as steps:
         out = hashed_attention(q, v, bucket, **vars(rules))
     assert [(step.path, step.why) for step in steps] == [("banded products over sorted tokens", "nobody built it")]
     assert torch.equal(out, hashed_softmax(q, v, bucket, rules=rules))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import Local, Sinkhorn, Softmax, SortCut, Unsupported, core
-from fast_attention.engine import dispatch, heads
+from fast_attention.engine import heads, trace
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.masks import masked_softmax
 from fast_attention.functional import sinkhorn_attention, softmax_attention, sortcut_attention
@@ -60,7 +60,7 @@ def test_balancing_by_factors_is_balancing_by_logarithms(device: torch.device, m
         found = []
         for smallest, how in ((1e-12, "balancing by factors"), (1.0, "balancing by logarithms")):
             monkeypatch.setattr(sorting, "SMALLEST", smallest)
-            with dispatch.recorded() as steps:
+            with trace.recorded() as steps:
                 S = soft_permutation(scores, everywhere(7, device), iterations=rounds)
             assert [step.path for step in steps] == [how]
             found.append((S, *torch.autograd.grad(S.sin().sum(), scores)))
@@ -80,12 +80,12 @@ def test_long_sequences(dtype: torch.dtype, tolerance: float, monkeypatch: pytes
         for key_mask, one in ((None, dtype), (torch.ones(2, length, dtype=torch.bool), torch.float64)):
             leaves = [x.to(one).requires_grad_() for x in (*qkv, P)]
             q, k, v, w = leaves
-            with dispatch.recorded() as steps:
+            with trace.recorded() as steps:
                 out = sinkhorn_attention(
                     q[:, :, start:], k, v, w, block_size=size, is_causal=is_causal, key_mask=key_mask
                 )  # fmt: skip
             paths = [step.path for step in steps]
-            assert any(path.startswith(dispatch.CORE) for path in paths) == (is_ours and key_mask is None)
+            assert any(path.startswith(trace.CORE) for path in paths) == (is_ours and key_mask is None)
             found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
         for ours, theirs in zip(*found, strict=True):
             error = (ours.detach().double() - theirs.detach()).abs().max()

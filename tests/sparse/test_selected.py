@@ -26,7 +26,7 @@ def test_both_paths_of_chosen_past_blocks_agree(queries: int, number: int, maske
         q, selected.pooled(k, visible), visible.any(-1), size=size, start=keys - queries, number=number
     )
     settings = {"size": size, "start": keys - queries, "scale": 0.3}
-    outs = [f.chosen_softmax(q, k, v, choices, mask, **settings) for f in (fast_past_blocks, past_blocks)]
+    outs = [f.chosen_softmax(q, k, v, choices, mask, None, **settings) for f in (fast_past_blocks, past_blocks)]
     torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
     probe = torch.randn_like(outs[0])
     gradients = [torch.autograd.grad((out * probe).sum(), (q, k, v)) for out in outs]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import BigBird, BlockLocal, Local, core
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from tests.cases import bind
 from tests.sparse.test_bigbird import pattern
 from tests.sparse.test_local import near
@@ -24,7 +24,7 @@ VALUES = [
 ]  # fmt: skip
 
 
-IN_TILES = "softmax in blocks" if core.unavailable() else f"{dispatch.CORE}: softmax in tiles"
+IN_TILES = "softmax in blocks" if core.unavailable() else f"{trace.CORE}: softmax in tiles"
 
 
 def agree(run: Callable[..., Tensor], mask: Tensor, given: tuple[Tensor, ...], path: str = IN_TILES) -> None:
@@ -37,7 +37,7 @@ def agree(run: Callable[..., Tensor], mask: Tensor, given: tuple[Tensor, ...], p
     wanted = theirs, *torch.autograd.grad(theirs, given, gradient)
     single = tuple(x.detach().float().requires_grad_() for x in given)
     for inputs, tolerance in ((given, 1e-10), (single, 5e-6)):
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             out = run(*inputs)
         if inputs is single and path:
             assert path in [step.path for step in steps]
@@ -115,6 +115,6 @@ def test_the_path_is_told() -> None:
         Local(290): IN_TILES,
     }
     for m, what in expected.items():
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             bind(m, dtype=torch.float32)(q, q, q)
         assert [step.path for step in steps] == [what], m

@@ -1,1 +1,1 @@
-"""Parts of every family's passes: chunks, sums, masks, precision, gradients, dispatch."""
+"""Parts of every family's passes: operations, chunks, sums, masks, precision, gradients."""

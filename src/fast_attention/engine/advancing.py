@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation, trace
 from fast_attention.engine.chunked import scan
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -73,14 +73,14 @@ def summed_in_chunks(summary: Method) -> Method:
 
 def worthwhile(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a causal call is to go by an ``advance`` that walks through chunks: as many queries as keys, many."""
-    return not dispatch.obstacle(q, k, v) and q.shape[-2] == k.shape[-2] and _chunk(v) > 0
+    return not operation.obstacle(q, k, v) and q.shape[-2] == k.shape[-2] and _chunk(v) > 0
 
 
 def _size(mechanism: Any, *tokens: Tensor) -> int:
     """Tokens of a chunk, so that states and one chunk's features take about as much; 0 where all are one."""
-    if mechanism.traits.memory != "constant" or dispatch.obstacle(*tokens) or not (size := _chunk(tokens[-1])):
+    if mechanism.traits.memory != "constant" or operation.obstacle(*tokens) or not (size := _chunk(tokens[-1])):
         return 0
-    dispatch.record("chunk by chunk, with a running state", "many new tokens", chunk=size)
+    trace.record("chunk by chunk, with a running state", "many new tokens", chunk=size)
     return size
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine.chunks import add_gradients
-from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.operation import Fast, Operation, Tensors
 
 State = tuple[Tensor, ...]
 # (tokens of a chunk, weights, state before it) -> (rows of the output, or none; state after it)
@@ -117,4 +117,4 @@ def _backward(
     return *(next(gradients_of_tokens) if yes else None for yes in differentiable), *learned, *d_state
 
 
-_RULE = CustomGradient(_plain, _forward, _backward)
+_RULE = Operation(_plain, cpu=Fast(_forward, _backward))

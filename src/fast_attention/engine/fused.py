@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import masks, operation
 from fast_attention.engine.numerics import no_less
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting, transformed
 
@@ -42,7 +42,7 @@ def fused_attention(
     if transformed() or (mask is not None and exporting()):
         return open_attention(q, k, v, mask, is_causal=is_causal, dropout=dropout, scale=scale)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    served = dispatch.obstacle(q) in ("", dispatch.ASKED)  # the reference's derivatives go by the same kernel
+    served = operation.obstacle(q) in ("", operation.ASKED)  # the reference's derivatives go by the same kernel
     custom = wanted and served and dropout == 0.0 and (mask is None or not mask.requires_grad)
     if custom and q.ndim < 4:  # from torch 2.15 on the flash kernel, for four axes only, is chosen for fewer as well
         mask = None if mask is None else mask[None]
@@ -96,7 +96,7 @@ def biased_attention(
     *, dropout: float = 0.0, scale: float | None = None, sinks: Float[Tensor, "*#batch"] | None = None,
 ) -> Tensor:  # fmt: skip
     """The same function with an additive mask that may want a gradient, which torch's kernels for CPUs do not give."""
-    if sinks is not None or bias is None or not dispatch.on_gpu(q):
+    if sinks is not None or bias is None or not operation.on_gpu(q):
         return open_attention(q, k, v, bias, dropout=dropout, scale=scale, sinks=sinks)
     return fused_attention(q, k, v, bias.expand(*q.shape[:-1], k.shape[-2]), dropout=dropout, scale=scale)
 
@@ -133,7 +133,7 @@ def flash_backward(
     return *kernel(gradient[0], q, k, v, outputs[0], kept[0], 0.0, is_causal, attn_mask=mask, scale=scale), None
 
 
-_differentiable = CustomGradient(_plain, flash_forward, flash_backward)
+_differentiable = Operation(_plain, cpu=Fast(flash_forward, flash_backward, always=True))
 
 
 def keyed_attention(

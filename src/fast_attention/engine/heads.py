@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.tracing import exporting
 
 FEW = 63  # tokens up to which a sequence is short: what is made for each sequence weighs more than its tokens
@@ -21,9 +21,15 @@ FEW = 63  # tokens up to which a sequence is short: what is made for each sequen
 
 def short(*tensors: Tensor) -> bool:
     """Whether tokens (..., H, n, E) are several sequences, each of few tokens, for which numbers decide on a CPU."""
-    if dispatch.obstacle(*tensors):
-        return False
-    return all(x.ndim > 3 and x.shape[-2] <= FEW and x.shape[:-3].numel() > 1 for x in tensors)
+    return not operation.obstacle(*tensors) and several(*tensors)
+
+
+def several(*tensors: Tensor) -> bool:
+    """``short`` for ordinary tensors of a CPU."""
+    for x in tensors:  # noqa: SIM110 (a generator costs a frame a tensor)
+        if x.ndim <= 3 or x.shape[-2] > FEW or x.shape[:-3].numel() <= 1:
+            return False
+    return True
 
 
 def by_head(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fast_attention.engine.dispatch import on_gpu
+from fast_attention.engine.operation import on_gpu
 from fast_attention.engine.tracing import traced, wrapped
 
 _SMALL = 2**16  # numbers; to copy fewer takes no longer than to look for room

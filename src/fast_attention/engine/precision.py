@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fast_attention.engine.tracing import traced
 
-_HALF = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 _NOTHING = nullcontext()
 
@@ -52,7 +52,7 @@ def rebuild(like: tuple[Any, ...], parts: list[Any]) -> Any:
 def widen(value: Any) -> Any:
     """Replace every float16 or bfloat16 tensor in a value (tuples are searched) by float32."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in _HALF else value
+        return value.float() if value.dtype in HALVES else value
     if isinstance(value, tuple):
         return rebuild(value, [widen(part) for part in value])
     return value
@@ -76,7 +76,7 @@ def in_dtype_of_tokens(function: Callable[..., Any], x: Tensor, *args: Any, **kw
     kind = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(kind):
         return function(x, *args, **kwargs)
-    leaves = x.dtype in _HALF and x.dtype != torch.get_autocast_dtype(kind)
+    leaves = x.dtype in HALVES and x.dtype != torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False) if leaves else _NOTHING:
         result = function(x, *args, **kwargs)
     return (result[0].to(x.dtype), *result[1:]) if isinstance(result, tuple) else result.to(x.dtype)

@@ -13,9 +13,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.blocks import join, split
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.tracing import exporting, symbolic
 
 # The logarithm of a masked key's weight: below every other, yet finite, so that differences are numbers.
@@ -29,7 +29,7 @@ def prefix_sums(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
     """``y_t = sum_{j <= t} x_j``, in float32 to a few units in the last place at any length."""
     if _simple(x):
         return x.cumsum(-2)
-    return _prefix_plain(x) if dispatch.obstacle(x) else _PREFIX(x)
+    return _prefix_plain(x) if operation.obstacle(x) else _PREFIX(x)
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def running_max(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
     """``y_t = max_{j <= t} x_j``, at least ``FLOOR``, without a gradient: it is a log scale, which cancels."""
     if _simple(x):
         return x.cummax(-2).values
-    if not dispatch.obstacle(x):
+    if not operation.obstacle(x):
         return accumulate_(x.clone(memory_format=torch.contiguous_format), combine=torch.maximum)
     inside = cummax(split(x, BLOCK))
     before = _shifted(cummax(inside[..., -1, :]), FLOOR)
@@ -124,7 +124,7 @@ def _prefix_backward(
     return (accumulate_(gradients[0].clone(memory_format=torch.contiguous_format), backwards=True),)
 
 
-_PREFIX = CustomGradient(_prefix_plain, _prefix_forward, _prefix_backward)
+_PREFIX = Operation(_prefix_plain, cpu=Fast(_prefix_forward, _prefix_backward))
 
 
 def _shifted(x: Tensor, value: float = 0.0) -> Tensor:

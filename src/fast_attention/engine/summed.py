@@ -6,13 +6,15 @@ same totals. A family writes what one chunk does; the loops order the chunks and
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks
 from fast_attention.engine.chunks import RunningSum, chunks
+from fast_attention.engine.operation import Fast, always
 from fast_attention.engine.scan import accumulate_
 
 
@@ -92,7 +94,23 @@ def empty(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def record(keys: Tensor, *, is_causal: bool) -> None:
-    """Records that a call runs chunk by chunk."""
-    path, why = ("prefix sums", "causal") if is_causal else ("sums over all keys", "every query sees the same keys")
-    dispatch.record(f"{path}, chunk by chunk", why, chunk=chunks(keys)[0].stop)
+def fast(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    *,
+    values: int,
+    even: int,
+    serves: Callable[..., str] = always,
+) -> Fast:
+    """Passes chunk by chunk, which have ``settings``; ``values``: which of the tensors are the values."""
+
+    def path(*tensors: Tensor, settings: Any) -> str:
+        return f"{'prefix sums' if settings.is_causal else 'sums over all keys'}, chunk by chunk"
+
+    def why(*tensors: Tensor, settings: Any) -> str:
+        return "causal" if settings.is_causal else "every query sees the same keys"
+
+    def sizes(*tensors: Tensor, settings: Any) -> dict[str, int]:
+        return {"chunk": chunks(tensors[values])[0].stop}
+
+    return Fast(forward, backward, even=even, path=path, why=why, sizes=sizes, serves=serves)

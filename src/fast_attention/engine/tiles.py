@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from fast_attention import core
-from fast_attention.engine import dispatch, masks
-from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine import masks, trace
+from fast_attention.engine.operation import HALVES_AND_SINGLE, Fast, Operation, Tensors, obstacle
 
 ROWS = 48  # queries of a tile whose keys move on with the query: 92 % of the products are of visible pairs
 MOST_ROWS = 96  # of any tile
@@ -145,16 +145,27 @@ def chosen(
 
 def unsupported(*tensors: Tensor) -> str:
     """Why the core does not serve these tensors; empty where it does."""
-    why = dispatch.obstacle(*tensors) or core.unavailable()
-    if not why and any(x.dtype not in dispatch.HALVES_AND_SINGLE for x in tensors):
-        why = "numbers of more than 32 bits"
-    return why
+    return obstacle(*tensors) or against(*tensors)
+
+
+def against(*tensors: Tensor | None, **settings: Any) -> str:
+    """Why the core does not serve ordinary tensors of a CPU, the first three of which are tokens."""
+    if why := core.unavailable():
+        return why
+    for x in tensors[:3]:
+        if x is not None and x.dtype not in HALVES_AND_SINGLE:
+            return "numbers of more than 32 bits"
+    return ""
 
 
 Plans = Callable[..., Plan]  # (q, k, *tables, **settings)
 
 
-def operation(reference: Callable[..., Tensor] | None, plans: Plans) -> CustomGradient:
+def operation(
+    reference: Callable[..., Tensor] | None, plans: Plans, *, why: str | Callable[..., str] = "", path: str = "",
+    name: str = "softmax in tiles", sizes: Callable[..., dict[str, int]] | None = None,
+    serves: Callable[..., str] | None = None, cuda: Fast | None = None, empty: Callable[..., Tensor] | None = None,
+) -> Operation:  # fmt: skip
     """Softmax attention of tiles with a gradient.
 
     It is called with ``(q, k, v, key_mask, numbers, vectors, sinks, *tables)`` and the keywords ``scale``, ``first``
@@ -165,6 +176,10 @@ def operation(reference: Callable[..., Tensor] | None, plans: Plans) -> CustomGr
         reference: The same function in plain operations, which derivatives of higher order take; None: one that holds
             all scores at once, which serves where nothing else calls it.
         plans: Gives what the queries see, from queries, keys, tables and settings.
+        why, path, name, sizes: What ``explain`` says of the core, calls the reference and what the core does, and the
+            sizes that it gives; nothing without a ``path``.
+        serves: Why else the core does not serve.
+        cuda, empty: As ``Operation`` has them.
     """
 
     def plain(*tensors: Any, dropout: float = 0.0, seed: int = 0, **settings: Any) -> Tensor:
@@ -177,8 +192,6 @@ def operation(reference: Callable[..., Tensor] | None, plans: Plans) -> CustomGr
         sinks: Tensor | None, *tables: Tensor, keep: bool, scale: float, first: int = 0, cap: float = 0.0,
         dropout: float = 0.0, seed: int = 0, **settings: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        if why := core.unavailable():
-            raise RuntimeError(f"the compiled core does not serve: {why}")
         plan = plans(q, k, *tables, **settings)
         out, sums = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(*q.shape[:-1], 2, dtype=torch.float32)
         call = _arguments(q, k, v, key_mask, numbers, vectors, sinks)
@@ -220,7 +233,14 @@ def operation(reference: Callable[..., Tensor] | None, plans: Plans) -> CustomGr
         dk, dv = (dx[..., : x.shape[-1]].reshape(x.shape).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
         return dq, dk, dv, None, *d_terms, d_sinks, *(None for _ in tables)
 
-    return CustomGradient(plain, forward, backward)
+    def refused(*tensors: Any, **settings: Any) -> str:
+        return against(*tensors) or serves(*tensors, **settings)  # type: ignore[misc]
+
+    if reference is not None:
+        plain.__name__, plain.__module__ = reference.__name__, reference.__module__
+    named = f"{trace.CORE}: {name}" if path else ""
+    fast = Fast(forward, backward, serves=against if serves is None else refused, path=named, why=why, sizes=sizes)
+    return Operation(plain, cpu=fast, cuda=cuda, empty=empty, path=path, sizes=sizes)
 
 
 def four_axes(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "batch heads length width"]:
@@ -240,7 +260,7 @@ def _arguments(
     mask = None
     if key_mask is not None and not bool(key_mask.all()):
         mask = four_axes(key_mask.contiguous().expand(*q.shape[:-2], k.shape[-2])[..., None])[..., 0]
-    terms = (None if x is None else x.detach().float().contiguous() for x in (numbers, vectors, sinks))
+    terms = [None if x is None else x.detach().float().contiguous() for x in (numbers, vectors, sinks)]
     return four_axes(q), four_axes(k), four_axes(v), mask, *terms
 
 

@@ -20,9 +20,13 @@ def traced() -> bool:
     """Whether ``torch.compile``, ``torch.export``, ``torch.jit.trace``, ``torch.func``, ``make_fx``, ``FakeTensorMode``
     or forward-mode derivatives run: numbers may be unknown, operations such as can be differentiated or mapped.
     """
+    return symbolic() or intercepted()
+
+
+def intercepted() -> bool:
+    """``traced`` where no compiler runs."""
     return (
-        symbolic()
-        or torch._C._are_functorch_transforms_active()
+        torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._is_tracing()
         or (torch._C._len_torch_dispatch_stack() > 0 and _recording())

@@ -1,4 +1,4 @@
-"""The kernels of chunk sums that fade from token to token, as torch operations: causal, and one step of decoding.
+"""The kernels of chunk sums that fade from token to token, as operations: causal, and one step of decoding.
 
 Tensors are as in ``operations``; ``log_decay`` (B, H, n) in float32 are the logarithms, none above zero, by which every
 token multiplies what was before it. Not ``normalized``, outputs are numerators.
@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import plain
-from fast_attention.gpu.operations import scan_like
-from fast_attention.gpu.registering import as_bytes, contiguous, differentiable, empty, operation, zeros
+from fast_attention.gpu.operations import Passed, Results, scan_like
+from fast_attention.gpu.tensors import as_bytes, contiguous, kernels, launched
 from fast_attention.gpu.walking import Forms
-
-Results = tuple[Tensor, ...]
-TOKENS, MAP = "Tensor q, Tensor k, Tensor v, Tensor? key_mask", "float eps, int code, float offset"
 
 
 def _launch(x: Tensor, v: Tensor, log_decay: Tensor, code: int, offset: float, normalized: bool) -> Any:
@@ -27,29 +24,24 @@ def _launch(x: Tensor, v: Tensor, log_decay: Tensor, code: int, offset: float, n
     return Launch(code, offset, run.sizes, run.precision, Decays.of(log_decay, run.sizes.chunk), normalized)
 
 
+@launched
 def _scan(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, log_decay: Tensor, eps: float,
-    code: int, offset: float, keep: bool, normalized: bool,
-) -> Results:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, log_decay: Tensor, *, keep: bool,
+    eps: float, code: int, offset: float, normalized: bool,
+) -> Passed:  # fmt: skip
     run, mask = _launch(q, v, log_decay, code, offset, normalized), as_bytes(key_mask, k)
     q, k, v = contiguous(q, k, v)
     states, last = run.sums(k, v, mask, None if first is None else first.contiguous())
     out, factors, rest = run.outputs(q, k, v, mask, states, eps, is_causal=True, keep=keep)
-    return out, last, factors, rest, states
+    return (out, last), (factors, rest, states)
 
 
-def _scan_like(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Any, first: Any, log_decay: Tensor, eps: float, code: int,
-    offset: float, keep: bool, normalized: bool,
-) -> Results:  # fmt: skip
-    return scan_like(q, k, v, key_mask, first, eps, code, offset, keep)
-
-
+@launched
 def _scan_vjp(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, log_decay: Tensor, out: Tensor, last: Tensor,
-    factors: Tensor, rest: Tensor, states: Tensor, grad: Tensor, d_last: Tensor, code: int, offset: float,
-    normalized: bool,
-) -> Results:  # fmt: skip
+    inputs: Any, outputs: Any, kept: Any, gradients: Any, *, eps: float, code: int, offset: float, normalized: bool
+) -> tuple[Tensor | None, ...]:
+    (q, k, v, key_mask, first, log_decay), (out, last), (grad, d_last) = inputs, outputs, gradients
+    factors, rest, states = kept
     run, mask = _launch(q, v, log_decay, code, offset, normalized), as_bytes(key_mask, k)
     q, k, v, grad = contiguous(q, k, v, grad)
     weights = run.weights(out, rest, grad, factors)
@@ -58,12 +50,14 @@ def _scan_vjp(
     dk, dv, of_keys = run.of_keys(q, k, v, mask, grad, factors, weights, behind, is_causal=True)
     totals = of_queries.sum(-2, dtype=torch.float64) - of_keys.sum(-2, dtype=torch.float64)
     totals[..., -1] += (d_last.double() * last).sum(-1)  # what the sums of all decays from the first token on get
-    return dq, dk, dv, d_first, totals.flip(-1).cumsum(-1).flip(-1).to(log_decay.dtype)
+    d_first = None if first is None else d_first
+    return dq, dk, dv, None, d_first, totals.flip(-1).cumsum(-1).flip(-1).to(log_decay.dtype)
 
 
+@launched
 def _step(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Tensor, log_decay: Tensor, eps: float, code: int,
-    offset: float, normalized: bool,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Tensor, log_decay: Tensor, *, eps: float,
+    code: int, offset: float, normalized: bool,
 ) -> Results:  # fmt: skip
     from fast_attention.gpu import launching
 
@@ -71,37 +65,9 @@ def _step(
     return launching.step(q, k, v, mask, state.contiguous(), eps, code, offset, decay, normalized=normalized)
 
 
-decayed_scan = operation(
-    "decayed_scan", f"{TOKENS}, Tensor? first, Tensor log_decay, {MAP}, bool keep, bool normalized",
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)", _scan, _scan_like,
-)  # fmt: skip
-_decayed_scan_vjp = operation(
-    "decayed_scan_backward",
-    f"{TOKENS}, Tensor log_decay, Tensor out, Tensor last, Tensor factors, Tensor rest, Tensor states, Tensor grad, "
-    "Tensor d_last, int code, float offset, bool normalized",
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)", _scan_vjp,
-    lambda q, k, v, mask, log_decay, out, last, *x: empty(q, k, v, last, log_decay),
-)  # fmt: skip
-decayed_step = operation(  # without a gradient
-    "decayed_step", f"{TOKENS}, Tensor state, Tensor log_decay, {MAP}, bool normalized", "(Tensor, Tensor)", _step,
-    lambda q, k, v, mask, state, *x: (q.new_empty((*q.shape[:-1], v.shape[-1])), *empty(state)),
-)  # fmt: skip
-
-
-def _of_scan(given: Any, results: Any, gradients: Any, numbers: Any) -> Results:
-    q, k, v, key_mask, _, log_decay = given
-    out, last, *kept = results
-    code, offset, _, normalized = numbers[1:]
-    grad, d_last = zeros(gradients[0], out), zeros(gradients[1], last)
-    dq, dk, dv, d_first, d_decay = _decayed_scan_vjp(
-        q, k, v, key_mask, log_decay, out, last, *kept, grad, d_last, code, offset, normalized
-    )
-    return dq, dk, dv, None, d_first, d_decay  # type: ignore[return-value]
-
-
 def plain_scan(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, log_decay: Tensor, eps: float,
-    code: int, offset: float, keep: bool = True, normalized: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, log_decay: Tensor, *,
+    eps: float, code: int, offset: float, normalized: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``decayed_scan`` in operations that autograd follows, chunk after chunk."""
     D, E, outs = q.shape[-1], v.shape[-1], []
@@ -122,20 +88,17 @@ def plain_scan(
     return out.to(q.dtype), plain.together(state)
 
 
-differentiable(decayed_scan, plain_scan, _of_scan, tensors=6, visible=2)
+decayed_scan = kernels(plain_scan, _scan, _scan_vjp, scan_like, outputs=2)
 
 
-def forms(log_decay: Tensor, eps: float, code: int, offset: float, keep: bool, normalized: bool) -> tuple[Forms, Forms]:
+def forms(log_decay: Tensor, eps: float, code: int, offset: float, normalized: bool) -> tuple[Forms, Forms]:
     """The kernels and their plain twins, for tokens that decay so; not causal there are none."""
+    settings: Any = {"eps": eps, "code": code, "offset": offset, "normalized": normalized}
 
-    def scan(form: Any, keep: bool) -> Any:
-        return lambda q, k, v, mask, first: form(
-            q, k, v, mask, first, log_decay[..., : q.shape[-2]], eps, code, offset, keep, normalized
-        )[:2]
+    def scan(form: Any) -> Any:
+        return lambda q, k, v, mask, first: form(q, k, v, mask, first, log_decay[..., : q.shape[-2]], **settings)
 
-    def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-        return decayed_step(q, k, v, mask, state, log_decay[..., :1], eps, code, offset, normalized)
+    def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor) -> Any:
+        return _step(q, k, v, mask, state, log_decay[..., :1], **settings)
 
-    return Forms(scan(decayed_scan, keep), None, None, step), Forms(
-        scan(plain_scan, keep), None, None, scan(plain_scan, keep)
-    )
+    return Forms(scan(decayed_scan), None, None, step), Forms(scan(plain_scan), None, None, scan(plain_scan))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, operation, trace
 from fast_attention.engine.tracing import symbolic
 
 SIZE = 128  # tokens of FlexAttention's blocks
@@ -49,7 +49,7 @@ def obstacle(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Why FlexAttention does not compute softmax over parts of these pairs; empty where it does."""
     if symbolic():
         return "traced"
-    if why := dispatch.gpu_obstacle(q, k, v, widest=max(WIDTHS)):
+    if why := operation.gpu_obstacle(q, k, v, widest=max(WIDTHS)):
         return why
     if q.dtype == torch.float32:
         return "float32, which FlexAttention is not used for"
@@ -124,7 +124,7 @@ def _run(
     return_aux: Any = None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     lead, length = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v))), q.shape[-2]
-    dispatch.record(f"{dispatch.KERNEL}: FlexAttention", "on a GPU", block=SIZE)
+    trace.record(f"{trace.KERNEL}: FlexAttention", "on a GPU", block=SIZE)
     _kinds.add(_kind(q, k, v))
     k, v = masks.drop(k, key_mask), masks.drop(v, key_mask)  # no NaN of hidden tokens gets into products
     q, k, v = (_padded(x, lead, flat=len(pattern.some) > 1) for x in (q, k, v))

@@ -5,25 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.gpu import flex, self_check
 from fast_attention.gpu.flex import Pattern
 
 CAUSAL = -1  # in place of how many blocks behind its own a query sees: none of its own behind it
 
 
-def obstacle(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, attn_mask: Tensor | None = None, dropout: float = 0.0, *,
-    logged: bool = False,
-) -> str:  # fmt: skip
+def against(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, logged: bool = False) -> str:
     """Why FlexAttention does not compute this call, ``logged``: with its normalisers; empty where it does."""
-    if attn_mask is not None or dropout > 0.0:
-        return "a mask of the caller's, or dropout"
-    if not (why := flex.obstacle(q, k, v)):
-        case = self_check.flex_logs() if logged else self_check.flex_attention()
-        why = self_check.obstacle(case, q, v, masked=key_mask is not None)
-    if why:
-        dispatch.unserved(q, why)
+    if why := flex.obstacle(q, k, v):
+        return why
+    case = self_check.flex_logs() if logged else self_check.flex_attention()
+    return self_check.obstacle(case, q, v, masked=key_mask is not None)
+
+
+def obstacle(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, logged: bool = False) -> str:
+    """``against``, recorded where a kernel could have been hoped for."""
+    if why := against(q, k, v, key_mask, logged=logged):
+        operation.unserved(q, why)
     return why
 
 

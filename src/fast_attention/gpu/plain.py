@@ -5,6 +5,8 @@ Chunk by chunk, so that memory grows with the length.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,8 +19,8 @@ CHUNK = 128  # tokens
 
 
 def scan(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, eps: float, code: int,
-    offset: float, keep: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, *, eps: float, code: int,
+    offset: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal outputs behind a first state, and the sums over all keys with it: see ``operations.chunk_scan``."""
     length, D, E = q.shape[-2], q.shape[-1], v.shape[-1]
@@ -33,13 +35,13 @@ def scan(
     return quotient(sums.flatten(-3, -2)[..., :length, :], eps).to(q.dtype), together(last)
 
 
-def key_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, code: int, offset: float) -> Tensor:
+def key_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, *, code: int, offset: float) -> Tensor:
     """``sum_j phi(k_j) v_j^T`` in a row, and ``sum_j phi(k_j)`` behind it."""
     keys, values = masked(k, v, key_mask, code, offset)
     return together(keys.mT @ torch.cat([values, torch.ones_like(values[..., :1])], -1))
 
 
-def read_sums(q: Tensor, sums: Tensor, eps: float, code: int, offset: float, keep: bool = True) -> Tensor:
+def read_sums(q: Tensor, sums: Tensor, *, eps: float, code: int, offset: float) -> Tensor:
     """What every query reads from sums over all keys."""
     D = q.shape[-1]
     return quotient(features(q, code, offset) @ apart(sums, D, sums.shape[-1] // D - 1), eps).to(q.dtype)
@@ -47,11 +49,12 @@ def read_sums(q: Tensor, sums: Tensor, eps: float, code: int, offset: float, kee
 
 def forms(eps: float, code: int, offset: float) -> Forms:
     """These functions with one map."""
+    of_map: Any = {"code": code, "offset": offset}
     return Forms(
-        lambda q, k, v, mask, first: scan(q, k, v, mask, first, eps, code, offset),
-        lambda k, v, mask: key_sums(k, v, mask, code, offset),
-        lambda q, sums: read_sums(q, sums, eps, code, offset),
-        lambda q, k, v, mask, state: scan(q, k, v, mask, state, eps, code, offset),
+        lambda q, k, v, mask, first: scan(q, k, v, mask, first, eps=eps, **of_map),
+        lambda k, v, mask: key_sums(k, v, mask, **of_map),
+        lambda q, sums: read_sums(q, sums, eps=eps, **of_map),
+        lambda q, k, v, mask, state: scan(q, k, v, mask, state, eps=eps, **of_map),
     )
 
 

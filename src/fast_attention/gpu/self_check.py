@@ -138,7 +138,7 @@ def elementwise(phi: Elementwise) -> Case:
     """The kernels of a map's number, those of features where it has none."""
     code, offset = maps.code(phi) or (maps.IDENTITY, 0.0)
     numbers = 1e-6, code, offset
-    return Case.of(f"map {code}", lambda device: (operations.forms(*numbers, keep=True), plain.forms(*numbers)))
+    return Case.of(f"map {code}", lambda device: (operations.forms(*numbers), plain.forms(*numbers)))
 
 
 def decayed(phi: Elementwise, *, normalized: bool) -> Case:
@@ -147,14 +147,14 @@ def decayed(phi: Elementwise, *, normalized: bool) -> Case:
 
     def make(device: torch.device) -> tuple[Forms, Forms]:
         logs = torch.rand(1, 2, TOKENS, generator=torch.Generator(device).manual_seed(1), device=device) * -0.1
-        return decays.forms(logs, 1e-6, code, offset, keep=True, normalized=normalized)
+        return decays.forms(logs, 1e-6, code, offset, normalized=normalized)
 
     return Case.of(f"decays {code} {normalized}", make)
 
 
 def pools() -> Case:
     """The kernels of pools."""
-    return Case.of("pools", lambda device: (pooling.forms(gated=True, keep=True), plain_pooling.forms(gated=True)))
+    return Case.of("pools", lambda device: (pooling.forms(gated=True), plain_pooling.forms(gated=True)))
 
 
 def flex_attention() -> Case:
@@ -206,7 +206,7 @@ def exponential(features: int, width: int) -> Case:
 
     def make(device: torch.device) -> tuple[Forms, Forms]:
         rows = torch.randn(2, features, width, generator=torch.Generator(device).manual_seed(1), device=device)
-        kernels = exponentials.forms(rows, rows, None, keep=True, trained=False)
+        kernels = exponentials.forms(rows, rows, None)
         return kernels, plain_exponentials.forms(rows, rows, None)
 
     return Case.of(f"exponentials {features}", make)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.engine.tracing import symbolic
 
 
@@ -29,19 +29,19 @@ class Forms(NamedTuple):
     scan: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
     sums: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None
     read: Callable[[Tensor, Tensor], Tensor] | None
-    step: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+    step: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, ...]]
 
 
 def steps(q: Tensor, *others: Tensor | None) -> bool:
     """Whether these tokens are one, of which no gradient is wanted: decoding's kernel has none."""
-    return not symbolic() and q.shape[-2] == 1 and not trains(q, *others)
+    return not symbolic() and q.shape[-2] == 1 and not _trains(q, *others)
 
 
 def walk(forms: Forms, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor:
     """Outputs (..., L, Ev) of queries that see all keys, or those before them, aligned to the end."""
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
     (q, k, v), mask = (as_heads(x, lead) for x in (q, k, v)), _mask(key_mask, lead)
-    dispatch.record(f"{dispatch.KERNEL}: chunks side by side", "on a GPU")
+    trace.record(f"{trace.KERNEL}: chunks side by side", "on a GPU")
     if not is_causal:
         assert forms.sums is not None
         assert forms.read is not None
@@ -65,15 +65,15 @@ def further(
     (q, k, v), mask = (as_heads(x, lead) for x in (q, k, v)), _mask(key_mask, lead)
     first = None if state is None else state.float().expand(*lead, -1).reshape(*q.shape[:2], -1)
     if decodes and first is not None:
-        dispatch.record(f"{dispatch.KERNEL}: one token", "on a GPU")
+        trace.record(f"{trace.KERNEL}: one token", "on a GPU")
         out, last = forms.step(q, k, v, mask, first)
     else:
-        dispatch.record(f"{dispatch.KERNEL}: chunks side by side", "on a GPU")
+        trace.record(f"{trace.KERNEL}: chunks side by side", "on a GPU")
         out, last = forms.scan(q, k, v, mask, first)
     return out.reshape(*lead, *out.shape[-2:]), last.reshape(*lead, -1)
 
 
-def trains(*tensors: Tensor | None) -> bool:
+def _trains(*tensors: Tensor | None) -> bool:
     """Whether a backward pass may come."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 

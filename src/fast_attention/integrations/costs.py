@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fast_attention import clock
 from fast_attention.counting import counted
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.nn.bound import Bound
 
 
@@ -100,7 +100,7 @@ def pair(bound: Bound, length: int, batch: int, like: Tensor, *, is_causal: bool
     )
     with torch.random.fork_rng(devices=[]):
         costs = [counted(run, like.device) for run in runs]
-        with dispatch.recorded() as steps:
+        with trace.recorded() as steps:
             seconds_of = clock.in_turns(dict(enumerate(runs)), like.device, ROUNDS, PATIENCE)
     path = ", ".join(dict.fromkeys(step.path for step in steps))
     pairs = zip(costs, seconds_of.values(), strict=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fast_attention import checks, decoding, packed
 from fast_attention.decoding import State
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.expressions import in_words
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.packed import CuSeqlens, Described, Lengths, Packing
@@ -90,10 +90,10 @@ def attend(
     chosen = strategy(mechanism, is_causal, masked=call.masked)
     if sequences is not None:
         chosen = packed_over(chosen, sequences.of(call.shards.length, call.shards.num_keys))
-    if dispatch.asked():
+    if trace.asked():
         sizes = Sizes(q.shape[:-3].numel(), q.shape[-3], q.shape[-1], v.shape[-1], q.element_size())
         number = chosen.sends(call._replace(key_mask=None), sizes)
-        dispatch.record(f"over {call.shards.world} processes: {chosen.name}", chosen.collectives, bytes=number)
+        trace.record(f"over {call.shards.world} processes: {chosen.name}", chosen.collectives, bytes=number)
     return chosen.attend(call, *inputs)
 
 

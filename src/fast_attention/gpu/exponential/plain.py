@@ -20,7 +20,7 @@ State = tuple[Tensor, Tensor, Tensor]  # products (..., D, E), sums (..., D) and
 
 def scan(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, query_rows: Tensor,
-    key_rows: Tensor, bias: Tensor | None, begins: Tensor | None = None, keep: bool = True, trained: bool = True,
+    key_rows: Tensor, bias: Tensor | None, begins: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal outputs behind a first state, and the state after all keys: see ``operations.feature_scan``."""
     if begins is not None:
@@ -36,17 +36,13 @@ def scan(
     return torch.cat(outs, -2).to(q.dtype), together(*state)
 
 
-def key_sums(
-    k: Tensor, v: Tensor, key_mask: Tensor | None, key_rows: Tensor, bias: Tensor | None, trained: bool = True
-) -> Tensor:
+def key_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, key_rows: Tensor, bias: Tensor | None) -> Tensor:
     """The state after all keys."""
     b, values = _keys(k, v, key_mask, key_rows, bias)
     return together(*_after(b, values, _nothing(b, values)))
 
 
-def read_sums(
-    q: Tensor, sums: Tensor, query_rows: Tensor, bias: Tensor | None, keep: bool = True, trained: bool = True
-) -> Tensor:
+def read_sums(q: Tensor, sums: Tensor, query_rows: Tensor, bias: Tensor | None) -> Tensor:
     """What every query reads from a state."""
     state = apart(sums, query_rows.shape[-2])
     return _read(_logs(q, query_rows, bias), state, None, state[0]).to(q.dtype)

@@ -12,8 +12,8 @@ from fast_attention.gpu.walking import Forms, one_by_one
 
 
 def scan(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, begins: Tensor | None, gated: bool,
-    keep: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, begins: Tensor | None, *,
+    gated: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal outputs behind a first pool, and the pool after: see ``operations.pool_scan``."""
     if begins is not None:
@@ -36,7 +36,7 @@ def sums(k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
     return torch.cat([top[..., 0, :], rows], -1)
 
 
-def read(q: Tensor, pool: Tensor, gated: bool, keep: bool = True) -> Tensor:
+def read(q: Tensor, pool: Tensor, *, gated: bool) -> Tensor:
     """What every query reads from one pool."""
     return gated_outputs(q, pool[..., None, q.shape[-1] :], gated)
 
@@ -44,8 +44,9 @@ def read(q: Tensor, pool: Tensor, gated: bool, keep: bool = True) -> Tensor:
 def forms(gated: bool) -> Forms:
     """These functions."""
     return Forms(
-        lambda q, k, v, mask, first: scan(q, k, v, mask, first, None, gated), sums,
-        lambda q, pool: read(q, pool, gated), lambda q, k, v, mask, pool: scan(q, k, v, mask, pool, None, gated),
+        lambda q, k, v, mask, first: scan(q, k, v, mask, first, None, gated=gated), sums,
+        lambda q, pool: read(q, pool, gated=gated),
+        lambda q, k, v, mask, pool: scan(q, k, v, mask, pool, None, gated=gated),
     )  # fmt: skip
 
 

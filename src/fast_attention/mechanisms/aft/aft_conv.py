@@ -14,6 +14,7 @@ from fast_attention.engine.precision import in_float32, widen
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.aft.aft_local import WindowState, advanced, aft_local
 from fast_attention.mechanisms.aft.reference import same_width
+from fast_attention.traits import PLAIN
 from fast_attention.value import at_least
 
 
@@ -53,6 +54,7 @@ class AFTConv(Attention[ConvKernel, WindowState]):
         formula="sigmoid(q_i) * sum_j exp(k_j + w_(j-i)) v_j / sum_j exp(k_j + w_(j-i)), w = 0 outside the kernel",
         cost="n w d",
         order=1.0,
+        gpu=PLAIN,
         causal=True,
         padding=True,
         memory="window",

@@ -16,16 +16,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.chunks import chunks_of
-from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.numerics import exp_
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.aft import fast, reference, reference_biased
 from fast_attention.mechanisms.aft.reference import same_width
+from fast_attention.traits import SCORES
 from fast_attention.value import at_least
 
 ROWS = 256  # queries per product
@@ -41,7 +41,13 @@ def in_range(k: Tensor, bias: Tensor, *, any_masked: bool) -> bool:
     return bool((rise <= RANGE) & (high - low <= RANGE))
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, any_masked: bool, longest: int) -> Tensor:
+def products(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, any_masked: bool, longest: int
+) -> Tensor:
+    """AFT-full of as many queries as keys where causal; masked keys at ``scan.FLOOR``, masked values zero.
+
+    ``longest`` as in ``reference_biased.full_causal``.
+    """
     both = reference.with_ones(k, v)
     if is_causal:
         sums = reference_biased.full_causal(bias, k, both, longest=longest)
@@ -106,23 +112,20 @@ def _backward(
     return dq, dk, dv, d_bias
 
 
-_RULE = CustomGradient(_plain, _forward, _backward)
+def _serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, any_masked: bool, longest: int) -> str:
+    served = not is_causal or in_range(k, bias, any_masked=any_masked)
+    return "" if served else "causal, and keys or biases lie too far apart for one log scale"
 
 
-@opaque(like_queries)
-def full(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, any_masked: bool, longest: int) -> Tensor:
-    """AFT-full of as many queries as keys where causal; masked keys at ``scan.FLOOR``, masked values zero.
+def _path(*tensors: Tensor, is_causal: bool, **settings: Any) -> str:
+    return "triangles of products by halving" if is_causal else "products of all pairs"
 
-    ``longest`` as in ``reference_biased.full_causal``.
-    """
-    why = dispatch.obstacle(q, k, v, anywhere=True)
-    if not why and is_causal and not in_range(k, bias, any_masked=any_masked):
-        why = "causal, and keys or biases lie too far apart for one log scale"
-    if why:
-        dispatch.record("triangles of products by halving" if is_causal else "products of all pairs", why)
-        return _plain(q, k, v, bias, is_causal=is_causal, any_masked=any_masked, longest=longest)
-    dispatch.record("products of chunks of queries with all that they see", "every pair has a bias", rows=ROWS)
-    return _RULE(q, k, v, bias, is_causal=is_causal, any_masked=any_masked, longest=longest)
+
+_FAST = Fast(
+    _forward, _backward, serves=_serves, path="products of chunks of queries with all that they see",
+    why="every pair has a bias", sizes=lambda *tensors, **settings: {"rows": ROWS},
+)  # fmt: skip
+full = Operation(products, cpu=_FAST, cuda=_FAST, empty=like_queries, path=_path)
 
 
 @in_float32
@@ -182,6 +185,7 @@ class AFTFull(Attention[PositionBias | FactoredBias, None]):
         formula="sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)",
         cost="n^2 d",
         order=2.0,
+        gpu=SCORES,
         causal=True,
         padding=True,
         cross=True,

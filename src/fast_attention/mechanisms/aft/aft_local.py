@@ -22,25 +22,25 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.chunks import chunks_of
-from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.heads import short
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.aft import fast, reference, reference_biased
 from fast_attention.mechanisms.aft.reference import same_width
+from fast_attention.traits import PLAIN
 from fast_attention.value import at_least
 
 NUMBERS = 1 << 19  # sums worked on at a time
 
 
 class Plan(NamedTuple):
-    """Sizes of a call; settings of ``CustomGradient``."""
+    """Sizes of a call; settings of an operation."""
 
     shared: bool  # one group of all heads
     size: int  # queries per block
@@ -226,13 +226,12 @@ def _add_to_band(d_band: Tensor, weights: Weights, d_weights: Tensor, group: int
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, plan: Plan) -> Tensor:
-    sums = reference_biased.windowed(
-        band, k, reference.with_ones(k, v), is_causal=plan.is_causal, strict=plan.strict
-    )  # fmt: skip
-    return q.sigmoid() * reference.mean(sums, v.shape[-1])
+    settings = {"is_causal": plan.is_causal, "strict": plan.strict, "any_masked": plan.any_masked}
+    return window_sums(q, k, v, band, **settings)
 
 
-_RULE = CustomGradient(_plain, _forward, _backward)
+_FAST = Fast(_forward, _backward)
+_BLOCKS = Operation(_plain, cpu=_FAST, cuda=_FAST)
 
 
 def in_range(k: Tensor, band: Tensor, plan: Plan) -> bool:
@@ -244,31 +243,51 @@ def in_range(k: Tensor, band: Tensor, plan: Plan) -> bool:
     return bool(fits)
 
 
-@opaque(like_queries)
-def windowed(
+def window_sums(
     q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, is_causal: bool, strict: bool, any_masked: bool
 ) -> Tensor:
     """AFT with biases in a window: ``band`` as in ``reference_biased.windowed``; masked keys at ``scan.FLOOR``."""
+    sums = reference_biased.windowed(band, k, reference.with_ones(k, v), is_causal=is_causal, strict=strict)
+    return q.sigmoid() * reference.mean(sums, v.shape[-1])
+
+
+def _whole_plan(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) -> Plan:
+    """The sizes for all taps of the band."""
     length, heads, reach = k.shape[-2], k.shape[-3], band.shape[-1] // 2
     shared = band.shape[0] == 1 and (band.shape[1] > 1 or heads > 1)
     size = next((size for size in (16, 32) if reach <= size), 64)
     if short(q, k, v):  # padding to whole blocks, and a block on each side of them, would be most of the work
         size = -(-length // -(-length // size))
-    plan = Plan(shared, size, -(-reach // size) * size, is_causal, strict, any_masked)
-    why = dispatch.obstacle(q, k, v, anywhere=True)
-    if not why and not (shared or band.shape[1] == 1):
-        why = "every head has biases of its own for every position: blocks could share them neither way"
-    if not why and not in_range(k, band, plan):
-        why = "keys or biases lie too far apart for one log scale"
-    if why:
-        dispatch.record("triangles of products by halving", why, window=reach + 1)
-        return _plain(q, k, v, band, plan=plan)
+    return Plan(shared, size, -(-reach // size) * size, **settings)
+
+
+def _serves(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) -> str:
+    if symbolic():
+        return "traced"
+    plan = _whole_plan(q, k, v, band, **settings)
+    if not (plan.shared or band.shape[1] == 1):
+        return "every head has biases of its own for every position: blocks could share them neither way"
+    return "" if in_range(k, band, plan) else "keys or biases lie too far apart for one log scale"
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) -> Tensor:
+    plan, length, reach = _whole_plan(q, k, v, band, **settings), k.shape[-2], band.shape[-1] // 2
     near = min(reach, length - 1)
-    plan = plan._replace(reach=-(-near // size) * size)
-    why = "all heads share each position's biases" if shared else "a head's biases are the same at all positions"
-    dispatch.record("products of blocks of queries with their neighbours", why, block=size, keys=plan.keys)
+    plan = plan._replace(reach=-(-near // plan.size) * plan.size)
+    why = "all heads share each position's biases" if plan.shared else "a head's biases are the same at all positions"
+    trace.record("products of blocks of queries with their neighbours", why, block=plan.size, keys=plan.keys)
     band = band[..., reach - near : reach + near + 1]
-    return _RULE(q, k, v, band.expand(-1, length, -1) if shared else band, plan=plan)
+    return _BLOCKS(q, k, v, band.expand(-1, length, -1) if plan.shared else band, plan=plan)
+
+
+windowed = Operation(
+    window_sums,
+    cpu=Fast(_in_blocks, None, serves=_serves),
+    cuda=Fast(_in_blocks, None, serves=_serves),
+    empty=like_queries,
+    path="triangles of products by halving",
+    sizes=lambda q, k, v, band, **settings: {"window": band.shape[-1] // 2 + 1},
+)
 
 
 @in_float32
@@ -339,7 +358,7 @@ def advanced(
         scores, both = torch.cat([state.scores, scores], -2), torch.cat([state.both, both], -2)
         position = state.position
     if not symbolic() and length == 1:
-        dispatch.record("one token against its window", "decoding token by token", window=window)
+        trace.record("one token against its window", "decoding token by token", window=window)
         sums = one_row(band[..., :window], scores, both, strict=strict)
     else:
         if band.shape[-2] > 1:
@@ -369,6 +388,7 @@ class AFTLocal(Attention[Band, WindowState]):
         formula="sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij), w_ij = 0 for |i - j| >= w",
         cost="n w d",
         order=1.0,
+        gpu=PLAIN,
         causal=True,
         padding=True,
         memory="window",

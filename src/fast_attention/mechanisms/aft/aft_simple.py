@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import operation, trace
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.aft import fast, fast_causal, gpu, reference
 from fast_attention.mechanisms.aft.reference import Pool, same_width
+from fast_attention.traits import KERNELS
 
 
 def aft_simple(
@@ -29,21 +30,7 @@ def aft_simple(
     The sums run over the keys that query i may see. Exact for keys of any size: every sum is divided by the exponential
     of a running maximum. A query that sees nothing gets zeros.
     """
-    if why := gpu.obstacle(q, k, v, key_mask):
-        dispatch.unserved(q, why)
-        return _attend(q, k, v, key_mask, is_causal=is_causal)
-    return gpu.attend(q, k, v, key_mask, is_causal=is_causal)
-
-
-@in_float32
-def _attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor:
-    """``aft_simple`` without kernels for GPUs."""
-    any_masked = key_mask is not None
-    k, v = reference.masked_scores(k, key_mask), masks.drop(v, key_mask)
-    if is_causal:
-        return fast_causal.causal(q, k, v, any_masked=any_masked)
-    dispatch.record("sums over all keys, chunk by chunk", "every query sees the same keys")
-    return fast.noncausal(q, k, v, any_masked=any_masked)
+    return (fast_causal.causal if is_causal else fast.noncausal)(q, k, v, key_mask)
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,6 +46,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         formula="sigmoid(q_i) * sum_j exp(k_j) v_j / sum_j exp(k_j)",
         cost="n d",
         order=1.0,
+        gpu=KERNELS,
         causal=True,
         padding=True,
         cross=True,
@@ -79,7 +67,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
     ) -> Tensor | None:  # fmt: skip
         """Causal, by kernels: every sequence begins a chunk, and pools with it."""
         same_width(self, k, v)
-        if not is_causal or gpu.obstacle(q, k, v, key_mask):
+        if not is_causal or gpu.serves(q, k, v, key_mask):
             return None
         return gpu.packed(q, k, v, lengths, key_mask)
 
@@ -88,8 +76,8 @@ class AFTSimple(Attention[tuple[()], Pool]):
     ) -> tuple[Tensor, Pool]:
         """Outputs of new tokens, and the pool of all keys up to the last."""
         same_width(self, k, v)
-        if why := gpu.obstacle(q, k, v, key_mask):
-            dispatch.unserved(q, why)
+        if why := gpu.serves(q, k, v, key_mask):
+            operation.unserved(q, why)
             return self._advance(q, k, v, w, state, key_mask=key_mask)
         return gpu.advance(q, k, v, key_mask, state)
 
@@ -100,7 +88,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
     ) -> tuple[Tensor, Pool]:
         scores, both = reference.terms(k, v, key_mask)
         if not symbolic() and k.shape[-2] == 1:
-            dispatch.record("one key added to the sums", "decoding token by token")
+            trace.record("one key added to the sums", "decoding token by token")
             row = Pool(scores, both) if state is None else reference.combined(state, Pool(scores, both))
             return q.sigmoid() * reference.mean(row.sums, v.shape[-1]), row
         rows = reference.running(*reference.prepended(state, scores, both))

@@ -6,17 +6,19 @@ the backward pass. Masked keys arrive as ``scan.FLOOR`` and their values as zero
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import masks
 from fast_attention.engine.chunks import RunningSum, chunks_of
-from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.numerics import exp_
+from fast_attention.engine.operation import Fast, Operation, Tensors
 from fast_attention.engine.scan import FLOOR
-from fast_attention.mechanisms.aft.reference import gated_mean, gated_running_means
+from fast_attention.mechanisms.aft import gpu
+from fast_attention.mechanisms.aft.reference import gated_mean, gated_running_means, masked_scores
 
 NUMBERS = 1 << 19  # of one operand that are worked on at a time: a few such operands fit the caches
 SHORT = 256  # tokens up to which fewer calls count more than sums side by side
@@ -74,11 +76,20 @@ def gate_vjp(q: Tensor, g: Tensor, out: Tensor, denominators: Tensor, dq: Tensor
     dq.neg_().add_(1.0).mul_(out).mul_(g)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, *, any_masked: bool) -> Tensor:
-    return gated_mean(q, k, v)
+def mean_of_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    """AFT-simple over all visible keys."""
+    return gated_mean(q, *hidden(k, v, key_mask))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *, keep: bool, any_masked: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+def hidden(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values, at ``FLOOR`` and zero where masked."""
+    return masked_scores(k, key_mask), masks.drop(v, key_mask)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, keep: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    (k, v), any_masked = hidden(k, v, key_mask), key_mask is not None
     scale, size = log_scale(k), chunk_length(k)
     if size >= k.shape[-2]:
         e = (k - scale).exp_()
@@ -108,10 +119,10 @@ def _sums(k: Tensor, v: Tensor, scale: Tensor, size: int) -> tuple[Tensor, Tenso
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Any, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
-    *, any_masked: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    (q, k, v), _, (scale, denominator, mean), (g,) = inputs, outputs, kept, gradients
+    inputs: tuple[Any, ...], outputs: tuple[Any, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+) -> Tensors:
+    (q, k, v, key_mask), (scale, denominator, mean), (g,) = inputs, kept, gradients
+    k, v = hidden(k, v, key_mask)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     total = torch.zeros_like(mean, dtype=torch.float64)
     for at in chunks_of(chunk_length(q), q.shape[-2]):
@@ -122,17 +133,23 @@ def _backward(
     for at in chunks_of(chunk_length(k), k.shape[-2]):
         weights = exp_(torch.sub(k[..., at, :], scale, out=dv[..., at, :])).mul_(factor)
         torch.sub(v[..., at, :], mean, out=dk[..., at, :]).mul_(weights)
-    return dq, dk, dv
+    return dq, masks.drop(dk, key_mask), masks.drop(dv, key_mask), None
 
 
-noncausal = CustomGradient(_plain, _forward, _backward)
+noncausal = Operation(
+    mean_of_all,
+    cpu=Fast(
+        _forward, _backward, path="sums over all keys, chunk by chunk", why="every query sees the same keys"
+    ),
+    cuda=Fast(partial(gpu.attend, is_causal=False), None, serves=gpu.serves, halves=True),
+    compute=torch.float32,
+    path="sums over all keys",
+)  # fmt: skip
 
 
 def is_short(k: Tensor) -> bool:
     """Whether the keys (..., S, D) are few, and the first of every channel lies within ``RANGE`` of the largest."""
-    if dispatch.obstacle(k, anywhere=True) or k.shape[-2] > SHORT:
-        return False
-    return bool((k.detach().amax(-2) - k.detach()[..., 0, :]).amax() <= RANGE)
+    return k.shape[-2] <= SHORT and bool((k.detach().amax(-2) - k.detach()[..., 0, :]).amax() <= RANGE)
 
 
 def _short_forward(q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -154,4 +171,4 @@ def _short_backward(
     return dq, dk, weights.mul_(d_numerators)
 
 
-short_causal = CustomGradient(gated_running_means, _short_forward, _short_backward)
+short_causal = Operation(gated_running_means, cpu=Fast(_short_forward, _short_backward))

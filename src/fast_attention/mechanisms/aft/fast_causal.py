@@ -11,17 +11,17 @@ additions of such rows, then the same over the groups' ends by one cumulative su
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import trace
 from fast_attention.engine.numerics import exp_
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation, like_queries
 from fast_attention.engine.scan import FLOOR
-from fast_attention.mechanisms.aft import fast, reference
+from fast_attention.mechanisms.aft import fast, gpu, reference
 from fast_attention.mechanisms.aft.reference import Pool
 
 GROUP = 16
@@ -158,15 +158,29 @@ def _token_by_token_vjp(tokens: list[Tensor], carry: Tensor, scale: Tensor, d_ca
     return *gradients, before.double()
 
 
-_RULE = CustomGradient(_plain, _forward, _backward)
+_grouped = Operation(_plain, cpu=Fast(_forward, _backward))
 
 
-@opaque(like_queries)
-def causal(q: Tensor, k: Tensor, v: Tensor, *, any_masked: bool) -> Tensor:
+def running_means(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
     """Causal AFT-simple for queries that end where the keys end; zeros before the first key."""
     queries = reference.last_rows(q, k.shape[-2])
-    if not any_masked and fast.is_short(k):
-        dispatch.record("one cumulative sum in one log scale", "causal, few tokens, and no key far above the first")
+    return reference.last_rows(reference.gated_running_means(queries, *fast.hidden(k, v, key_mask)), q.shape[-2])
+
+
+def _on_cpu(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    queries, (k, v) = reference.last_rows(q, k.shape[-2]), fast.hidden(k, v, key_mask)
+    if key_mask is None and fast.is_short(k):
+        trace.record("one cumulative sum in one log scale", "causal, few tokens, and no key far above the first")
         return reference.last_rows(fast.short_causal(queries, k, v), q.shape[-2])
-    dispatch.record("prefix sums over groups of tokens side by side", "causal", group=GROUP)
-    return reference.last_rows(_RULE(queries, k, v, any_masked=any_masked), q.shape[-2])
+    trace.record("prefix sums over groups of tokens side by side", "causal", group=GROUP)
+    return reference.last_rows(_grouped(queries, k, v, any_masked=key_mask is not None), q.shape[-2])
+
+
+causal = Operation(
+    running_means,
+    cpu=Fast(_on_cpu, None),
+    cuda=Fast(partial(gpu.attend, is_causal=True), None, serves=gpu.serves, halves=True),
+    compute=torch.float32,
+    empty=like_queries,
+    path="running sums with a log scale for every token",
+)

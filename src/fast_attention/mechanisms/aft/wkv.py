@@ -26,18 +26,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.chunks import chunks_of
-from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.decay import sums_before
 from fast_attention.engine.numerics import exp_
-from fast_attention.engine.opaque import like_queries, opaque
-from fast_attention.engine.precision import in_float32
+from fast_attention.engine.operation import Fast, Operation, Unserved, like_queries
+from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.aft import fast, reference
 from fast_attention.mechanisms.aft.reference import Pool, same_width
+from fast_attention.traits import PLAIN
 
 GROUP = 16
 
@@ -169,9 +169,10 @@ def _read(rows: tuple[Tensor, ...], decays: list[Tensor], before: Tensor, bonus:
     return total
 
 
-def _plain(
+def gated_reads(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, mask: Tensor | None, scale: Tensor | None = None
 ) -> Tensor:  # fmt: skip
+    """``sigmoid(q)`` times what tokens read of those up to them; ``decay`` and ``bonus`` (heads, 1, D)."""
     return q.sigmoid() * streamed(k, v, decay, bonus, None, mask)[0]
 
 
@@ -245,25 +246,23 @@ def _decay_vjp(dk: Tensor, groups: Groups, products: Tensor) -> Tensor:
     return visible + groups.later.flatten(-2)[..., None, :] @ dk.flatten(-3, -2)
 
 
-_RULE = CustomGradient(_plain, _forward, _backward)
+_GROUPS = Operation(gated_reads, cpu=Fast(_forward, _backward))
 
 
-@opaque(like_queries)
-def causal(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, key_mask: Tensor | None) -> Tensor:
-    """``sigmoid(q)`` times what tokens read of those up to them; ``decay`` and ``bonus`` (heads, 1, D)."""
-    if why := dispatch.obstacle(q, k, v):
-        dispatch.record("a log scale for every token", why)
-        return _plain(q, k, v, decay, bonus, key_mask)
+def _grouped(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, key_mask: Tensor | None) -> Tensor:
     keys = reference.masked_scores(k, key_mask)
     scale, least = fast.log_scale(keys.detach()), keys.amin(-2) if key_mask is None else fast.smallest(keys)
     if bool((scale[..., 0, :] - least > fast.RANGE).any()) or bool((bonus.abs() > LARGEST).any()):
-        dispatch.record("a log scale for every token", "a key lies far below another, or a bonus is large")
-        return _plain(q, k, v, decay, bonus, key_mask)
-    dispatch.record("prefix sums over groups of tokens side by side", "causal", group=GROUP)
-    return _RULE(q, keys, masks.drop(v, key_mask), decay, bonus, key_mask, scale)
+        raise Unserved("a key lies far below another, or a bonus is large")
+    trace.record("prefix sums over groups of tokens side by side", "causal", group=GROUP)
+    return _GROUPS(q, keys, masks.drop(v, key_mask), decay, bonus, key_mask, scale)
 
 
-@in_float32
+causal = Operation(
+    gated_reads, cpu=Fast(_grouped, None), compute=torch.float32, empty=like_queries, path="a log scale for every token"
+)
+
+
 def wkv_attention(
     q: Float[Tensor, "*batch heads length width"],
     k: Float[Tensor, "*batch heads length width"],
@@ -308,6 +307,7 @@ class WKV(Attention[ChannelDecays, WKVState]):
         formula="sigmoid(q_t) * (sum_{i<t} exp(k_i - (t-1-i) w) v_i + exp(k_t + u) v_t) / (the same of ones)",
         cost="n d",
         order=1.0,
+        gpu=PLAIN,
         causal=True,
         bidirectional=False,
         padding=True,
@@ -324,13 +324,12 @@ class WKV(Attention[ChannelDecays, WKVState]):
         sizes = shape.heads, shape.head_dim
         return ChannelDecays(nn.Parameter(log_decay.view(sizes)), nn.Parameter(bonus.view(sizes)))
 
-    @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: ChannelDecays, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """``wkv_attention`` with the learned numbers."""
         same_width(self, k, v)
-        return causal(q, k, v, *w.of_heads(), key_mask)
+        return causal(q, k, v, *widen(w).of_heads(), key_mask)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: ChannelDecays, state: WKVState | None, *, key_mask: Tensor | None
@@ -345,7 +344,7 @@ class WKV(Attention[ChannelDecays, WKVState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: ChannelDecays, state: WKVState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, WKVState]:
         if state is not None and not symbolic() and k.shape[-2] == 1:
-            dispatch.record("one key added to the sums", "decoding token by token")
+            trace.record("one key added to the sums", "decoding token by token")
             mean, state = one(k, v, *w.of_heads(), state, key_mask)
         else:
             mean, state = streamed(k, v, *w.of_heads(), state, key_mask)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.projections import LearnedProjection, Projection
+from fast_attention.traits import FUSED
 from fast_attention.value import at_least
 
 
@@ -37,6 +38,7 @@ class Linformer(Attention[Any, tuple[()]]):
             formula="softmax(q (E k)^T / sqrt(d)) (F v)",
             cost="n r d",
             order=1.0,
+            gpu=FUSED,
             padding=True,
             cross=True,
             positions="absolute",

@@ -8,17 +8,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.numerics import no_less
-from fast_attention.engine.opaque import like_queries, opaque
-from fast_attention.engine.precision import in_float32
+from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.tracing import symbolic, traced
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
+from fast_attention.traits import FUSED
 from fast_attention.value import at_least
 
 
-@in_float32
 def nystrom_attention(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch length width"],
@@ -37,13 +36,13 @@ def nystrom_attention(
     return _through_landmarks(q, k, v, key_mask, num_landmarks=num_landmarks, num_iterations=num_iterations)
 
 
-@opaque(like_queries)
-def _through_landmarks(
+def through_landmarks(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, num_landmarks: int, num_iterations: int
 ) -> Tensor:
+    """Attention of queries and keys to landmarks, and between these."""
     if not symbolic() and q.shape[-2] <= num_landmarks:
         return softmax_attention(q, k, v, key_mask=key_mask)
-    dispatch.record("torch's fused kernel on landmarks", "as many at any length", landmarks=num_landmarks)
+    trace.record("torch's fused kernel on landmarks", "as many at any length", landmarks=num_landmarks)
     (queries, keys), count = segment_means(q, k, number=num_landmarks, key_mask=key_mask)
     visible = None if count is None else count > 0
     scores = queries @ keys.mT * q.shape[-1] ** -0.5
@@ -54,6 +53,9 @@ def _through_landmarks(
         if traced() or bool(single.any()):
             values = torch.where(single, segment_means(v, number=num_landmarks, key_mask=key_mask)[0][0], values)
     return softmax_attention(q, keys, values, key_mask=visible)
+
+
+_through_landmarks = Operation(through_landmarks, compute=torch.float32, empty=like_queries)
 
 
 def segment_means(
@@ -117,6 +119,7 @@ class Nystrom(Attention[tuple[()], tuple[()]]):
         formula="softmax(q K~^T / sqrt(d)) pinv(softmax(Q~ K~^T / sqrt(d))) softmax(Q~ k^T / sqrt(d)) v",
         cost="n r d",
         order=1.0,
+        gpu=FUSED,
         padding=True,
         rotary=True,
         approximates="Softmax",

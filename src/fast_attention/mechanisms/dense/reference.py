@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import dropout as drop_weights
 
-from fast_attention.engine import blocks, dispatch, masks
+from fast_attention.engine import blocks, masks, trace
 from fast_attention.engine.blocks import narrow, split, split_mask
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.heads import by_head, short
@@ -87,7 +87,7 @@ def linformer_attention(
     F = E if F is None else narrow(F, k.shape[-2], axis=-1)
     k, v = masks.drop(k, key_mask), masks.drop(v, key_mask)
     if short(q, k, v):  # their pairs are fewer than one sequence's slots have numbers
-        dispatch.record("scores of pairs, projected to slots", "many short sequences", slots=E.shape[-2])
+        trace.record("scores of pairs, projected to slots", "many short sequences", slots=E.shape[-2])
         weights = by_head((q * q.shape[-1] ** -0.5) @ k.mT, E.mT).softmax(-1)
         return by_head(weights, F) @ v
     return attend_slots(q, E @ k, F @ v, None)
@@ -139,7 +139,7 @@ def convolved_attention(
 def attend_slots(q: Tensor, keys: Tensor, values: Tensor, count: Tensor | None) -> Tensor:
     """Softmax attention to slots, each weighed as ``count`` equal keys."""
     why = "as many slots at any length" if count is None else "a bias for each slot: how many tokens it holds"
-    dispatch.record("torch's fused kernel on slots instead of keys", why, slots=keys.shape[-2])
+    trace.record("torch's fused kernel on slots instead of keys", why, slots=keys.shape[-2])
     if count is None:
         return fused_attention(q, keys, values)
     # Finite even for empty slots: their values are zeros, so a query that sees nothing but them still gets zeros.

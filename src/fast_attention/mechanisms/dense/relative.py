@@ -17,11 +17,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks, offsets, tiles
-from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine import masks, offsets, tiles, trace
 from fast_attention.engine.fused import biased_attention, flash_backward, flash_forward, takes_flash
 from fast_attention.engine.offsets import Positions, Terms
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation, Tensors, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tiles import shares, sink_gradient
 
@@ -49,7 +48,7 @@ def relative_attention(
     terms = offsets.between(positions, 1 - keys, length + keys - 1, q)
     if attn_mask is None and dropout == 0.0:
         return _relative(q, k, v, key_mask, *terms, sinks, is_causal=is_causal, scale=factor)
-    dispatch.record("all scores at once", "positions or sinks add to them, under an attn_mask or with dropout")
+    trace.record("all scores at once", "positions or sinks add to them, under an attn_mask or with dropout")
     masked = {"attn_mask": attn_mask, "dropout": dropout}
     return _plain(q, k, v, key_mask, *terms, sinks, is_causal=is_causal, scale=factor, **masked)
 
@@ -144,23 +143,6 @@ def backward(
     return dq, dk, dv, d_sinks
 
 
-@opaque(like_queries)
-def _relative(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, *, is_causal: bool, scale: float,
-) -> Tensor:  # fmt: skip
-    first = 1 - q.shape[-2]
-    if not (why := tiles.unsupported(q, k, v)):
-        dispatch.record(f"{dispatch.CORE}: softmax in tiles", "positions or sinks add to the scores")
-        return _compiled(q, k, v, key_mask, numbers, vectors, sinks, is_causal=is_causal, scale=scale, first=first)
-    alone = numbers is not None and vectors is None and not numbers.requires_grad  # the kernel gives a mask no gradient
-    if alone and not dispatch.obstacle(q, k) and not obstacle(q, k, v, is_causal=is_causal, scale=scale):
-        dispatch.record("the flash kernel", "what positions add is a view of a number for each offset")
-        return _flash(q, k, v, key_mask, numbers, sinks, is_causal=is_causal, scale=scale)
-    dispatch.record("all scores at once", why)
-    return _plain(q, k, v, key_mask, numbers, vectors, sinks, is_causal=is_causal, scale=scale)
-
-
 @in_float32
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
@@ -214,4 +196,31 @@ def _flash_backward(
     return dq, dk, dv, None, None, d_sinks
 
 
-_flash = in_float32(CustomGradient(_plain_numbers, _flash_forward, _flash_backward))
+_flash = Operation(_plain_numbers, cpu=Fast(_flash_forward, _flash_backward), compute=torch.float32)
+
+
+def _serves(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
+    sinks: Tensor | None, *, is_causal: bool, scale: float,
+) -> str:  # fmt: skip
+    """Why neither the core nor the flash kernel serves."""
+    why = tiles.against(q, k, v)
+    alone = numbers is not None and vectors is None and not numbers.requires_grad  # the kernel gives a mask no gradient
+    return "" if why and alone and not obstacle(q, k, v, is_causal=is_causal, scale=scale) else why
+
+
+def _on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
+    sinks: Tensor | None, *, is_causal: bool, scale: float,
+) -> Tensor:  # fmt: skip
+    settings: Any = {"is_causal": is_causal, "scale": scale}
+    if not tiles.against(q, k, v):
+        trace.record(f"{trace.CORE}: softmax in tiles", "positions or sinks add to the scores")
+        return _compiled(q, k, v, key_mask, numbers, vectors, sinks, first=1 - q.shape[-2], **settings)
+    trace.record("the flash kernel", "what positions add is a view of a number for each offset")
+    return _flash(q, k, v, key_mask, numbers, sinks, **settings)
+
+
+_relative = Operation(
+    _plain, cpu=Fast(_on_cpu, None, serves=_serves), empty=like_queries, path="all scores at once"
+)  # fmt: skip

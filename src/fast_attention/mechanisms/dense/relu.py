@@ -16,14 +16,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks, numerics
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import masks, numerics, trace
 from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import MaskedAttention, Traits
+from fast_attention.traits import SCORES
 from fast_attention.value import at_least, one_of
 
 Power = Literal[1, 2]
@@ -52,21 +52,14 @@ def attend(
     how: How,
 ) -> Float[Tensor, "*batch length values"]:
     """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``; a row without a positive score gives zeros."""
-    why = dispatch.obstacle(q, k, v, even=True, anywhere=True)
-    if not why and (q.shape[-2] == 1 or short(q, k)):
-        why = "one query" if q.shape[-2] == 1 else "many short sequences"
-    path = whole if why else _RULE
-    if why:
-        dispatch.record("all scores at once", why)
-    else:
-        dispatch.record("tiles of scores, added up", "relu needs no maximum over the row", queries=QUERIES, keys=KEYS)
     if traced():  # nobody may look whether the outputs are finite
+        trace.record("all scores at once", "traced")
         return masked(q, k, v, key_mask, how=how)
-    out = path(q, k, v, key_mask, how=how)
+    out = _tiled(q, k, v, key_mask, how=how)
     if how.norm != "sum" or numerics.finite(out):
         return out
     q, k, v, how, smaller, _ = _within_room(q, k, v, how)
-    return path(q, k, v, key_mask, how=how._replace(eps=float(how.eps))) / smaller
+    return _tiled(q, k, v, key_mask, how=how._replace(eps=float(how.eps))) / smaller
 
 
 def masked(
@@ -164,7 +157,17 @@ def _backward(
     return *d_inputs, None
 
 
-_RULE = CustomGradient(whole, _forward, _backward)
+def _few(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How) -> str:
+    if q.shape[-2] == 1:
+        return "one query"
+    return "many short sequences" if short(q, k) else ""
+
+
+_FAST = Fast(
+    _forward, _backward, serves=_few, even=3, path="tiles of scores, added up",
+    why="relu needs no maximum over the row", sizes=lambda *tensors, **settings: {"queries": QUERIES, "keys": KEYS},
+)  # fmt: skip
+_tiled = Operation(whole, cpu=_FAST, cuda=_FAST, path="all scores at once")
 
 
 def _heads(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -215,7 +218,6 @@ def _lengths(q: Tensor, k: Tensor, key_mask: Tensor | None, how: How) -> Tensor:
 NORMS: tuple[Norm, ...] = get_args(Norm)
 
 
-@in_float32
 def relu_attention(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
@@ -243,16 +245,19 @@ def relu_attention(
         number = NORMS.index(norm)
         return _attend(q, k, v, key_mask, is_causal=is_causal, norm=number, power=power, scale=factor, eps=float(eps))
     how = How(is_causal, norm, power, factor, eps)
-    dispatch.record("all scores at once", "a mask of any form, or dropout")
-    return masked(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
+    trace.record("all scores at once", "a mask of any form, or dropout")
+    return in_float32(masked)(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
 
 
-@opaque(like_queries)
-def _attend(
+def summed_scores(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *,
     is_causal: bool, norm: int, power: Power, scale: float, eps: float,
 ) -> Tensor:  # fmt: skip
+    """``attend`` with settings that are numbers."""
     return attend(q, k, v, key_mask, How(is_causal, NORMS[norm], power, scale, eps))
+
+
+_attend = Operation(summed_scores, compute=torch.float32, empty=like_queries)
 
 
 @dataclass(frozen=True, repr=False)
@@ -281,6 +286,7 @@ class ReLUAttention(MaskedAttention[tuple[()], KVCache]):
         formula="relu(q k^T / sqrt(d)) v / sum",
         cost="n^2 d",
         order=2.0,
+        gpu=SCORES,
         causal=True,
         padding=True,
         cross=True,

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch, masks
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import masks, operation, trace
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.mechanisms.dense.scores import Scores, spread
 
 PAYING = 1 << 16  # scores of one head from which blocks pay
@@ -41,7 +41,7 @@ def attend(
     key_mask: Bool[Tensor, "*#batch 1 keys"] | None = None,
 ) -> Float[Tensor, "*batch heads length values"]:
     """``softmax(scores + mask) v``, causal from the bottom right corner; a query that sees nothing gets zeros."""
-    dispatch.record(
+    trace.record(
         "softmax in blocks of queries", "scores of a block stay in the cache", rows=_size(scores.length(), v.shape[-2])
     )
     heads, batch, (keys, values) = v.shape[-3], v.shape[:-3], v.shape[-2:]
@@ -58,7 +58,12 @@ def attend(
 
 def against(v: Tensor, length: int, at_least: int = PAYING) -> str:
     """Why blocks would not do; empty where they do, from ``at_least`` scores of one head on."""
-    return dispatch.obstacle(v) or ("" if length * v.shape[-2] >= at_least else "few scores")
+    return operation.obstacle(v) or few(v, length, at_least)
+
+
+def few(v: Tensor, length: int, at_least: int = PAYING) -> str:
+    """``against`` for ordinary tensors of a CPU."""
+    return "" if length * v.shape[-2] >= at_least else "few scores"
 
 
 def _four(x: Tensor, batch: tuple[int, ...]) -> Tensor:
@@ -176,4 +181,4 @@ def _grads(v: Tensor, scores: Scores, once: bool) -> tuple[Tensor | None, Scores
     return v_, Scores(Q, K, R, share, X, Y)
 
 
-_ROWS = CustomGradient(_plain, _forward, _backward)
+_ROWS = Operation(_plain, cpu=Fast(_forward, _backward))

@@ -18,22 +18,23 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.biases.bias import Bias, Biased
-from fast_attention.engine import dispatch, heads, masks
-from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine import heads, masks, operation, trace
 from fast_attention.engine.fused import flash_backward, flash_forward, fused_attention, open_attention, takes_flash
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.offsets import Positions
+from fast_attention.engine.operation import Fast, Operation, Tensors
 from fast_attention.engine.tiles import shares, sink_gradient
 from fast_attention.gpu import patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.relative import relative_attention
 from fast_attention.mechanisms.dense.scores import Scores
+from fast_attention.traits import FUSED
 
 
 def obstacle(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> str:
     """Why the fused kernel cannot be used; empty where it can."""
-    if why := dispatch.obstacle(q, k, v):
+    if why := operation.obstacle(q, k, v):
         return why
     if is_causal and q.shape[-2] != k.shape[-2]:
         return "causal with fewer queries than keys"
@@ -52,7 +53,7 @@ def sink_attention(
     scale: float | None = None,
 ) -> Float[Tensor, "*batch heads length values"]:
     """Exact attention whose every normaliser is larger by ``e^sink``, without masks, where there is no ``obstacle``."""
-    dispatch.record("torch's fused kernel", "its outputs are weighed against the sinks")
+    trace.record("torch's fused kernel", "its outputs are weighed against the sinks")
     flat = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     out = _sunk(*flat, sinks, is_causal=is_causal, scale=float(q.shape[-1] ** -0.5 if scale is None else scale))
     return out.view(*q.shape[:-1], v.shape[-1])
@@ -80,7 +81,7 @@ def _backward(
     return *gradients[:3], sink_gradient(sinks, kept[0], gradient[0], outputs[0])
 
 
-_sunk = CustomGradient(_plain, _forward, _backward)
+_sunk = Operation(_plain, cpu=Fast(_forward, _backward))
 
 
 def softmax_attention(
@@ -121,7 +122,7 @@ def softmax_attention(
     if is_causal or key_mask is not None:
         is_causal, key_mask = _needed(q, is_causal, key_mask)
     if is_causal and key_mask is None and attn_mask is None and length == keys:
-        dispatch.record("torch's fused kernel", "causal without a mask")
+        trace.record("torch's fused kernel", "causal without a mask")
         return fused_attention(q, k, v, is_causal=True, dropout=dropout, scale=scale)
     why = "an attn_mask, dropout or low precision"
     if attn_mask is None and dropout == 0.0 and q.dtype.itemsize >= 4 and (is_causal or key_mask is not None):
@@ -134,13 +135,13 @@ def softmax_attention(
         mask = masks.merge(attn_mask, mask, q.dtype)
     if mask is not None and not mask.ndim == q.ndim >= 4:  # one for all heads: the kernel would copy it for each
         mask = mask.expand(*q.shape[:-1], keys)
-    dispatch.record("torch's fused kernel", "no mask" if mask is None else f"with a mask: {why}")
+    trace.record("torch's fused kernel", "no mask" if mask is None else f"with a mask: {why}")
     return fused_attention(q, k, v, mask, dropout=dropout, scale=scale)
 
 
 def _needed(q: Tensor, is_causal: bool, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:
     """``is_causal`` and ``key_mask`` where they hide anything: one query sees all keys, and a mask may be all True."""
-    if dispatch.obstacle(q):
+    if operation.obstacle(q):
         return is_causal, key_mask
     return is_causal and q.shape[-2] != 1, None if key_mask is None or bool(key_mask.all()) else key_mask
 
@@ -164,6 +165,7 @@ class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportInco
         formula="softmax(q k^T / sqrt(d)) v",
         cost="n^2 d",
         order=2.0,
+        gpu=FUSED,
         causal=True,
         padding=True,
         cross=True,

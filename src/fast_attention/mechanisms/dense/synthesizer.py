@@ -18,23 +18,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import pad
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, operation, trace
 from fast_attention.engine.blocks import narrow
-from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.fused import flash_backward, flash_forward, takes_flash
 from fast_attention.engine.heads import by_head
 from fast_attention.engine.kv_cache import KVCache, append
-from fast_attention.engine.opaque import opaque
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import MaskedAttention, Shape, Traits
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.reference import synthesizer_attention
 from fast_attention.mechanisms.dense.scores import Scores, mixed
+from fast_attention.traits import SCORES
 from fast_attention.value import Value, at_least
 
 _TABLE = Traits(
-    paper="Tay et al. 2020, arXiv 2005.00743", formula="softmax(R) v", cost="n^2 d", order=2.0, reads="v",
+    paper="Tay et al. 2020, arXiv 2005.00743", formula="softmax(R) v", cost="n^2 d", order=2.0, gpu=SCORES, reads="v",
     causal=True, padding=True, cross=True, mask=True, memory="growing", positions="absolute",
     bounded=True, learned=True,
 )  # fmt: skip
@@ -54,7 +54,7 @@ def attend(
     if attn_mask is None and dropout == 0.0:
         return _in_blocks(v, key_mask, *scores, is_causal=is_causal)
     keys = v.shape[-2]
-    dispatch.record("all scores at once", "an attn_mask or dropout", keys=keys)
+    trace.record("all scores at once", "an attn_mask or dropout", keys=keys)
     return synthesizer_attention(
         v, scores.whole(keys), is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
     )
@@ -64,13 +64,26 @@ def _like_scores(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_c
     return v.new_empty(*v.shape[:-2], Scores(*parts).length(), v.shape[-1])
 
 
-@opaque(_like_scores)
-def _in_blocks(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
-    scores, keys = Scores(*parts), v.shape[-2]
-    if why := rows.against(v, scores.length()):
-        dispatch.record("all scores at once", why, keys=keys)
-        return synthesizer_attention(v, scores.whole(keys), is_causal=is_causal, key_mask=key_mask)
-    return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
+def all_scores(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
+    """``synthesizer_attention`` for scores in summands."""
+    return synthesizer_attention(v, Scores(*parts).whole(v.shape[-2]), is_causal=is_causal, key_mask=key_mask)
+
+
+def _by_rows(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
+    return rows.attend(v, Scores(*parts), is_causal=is_causal, key_mask=key_mask)
+
+
+def _few(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> str:
+    return rows.few(v, Scores(*parts).length())
+
+
+_in_blocks = Operation(
+    all_scores,
+    cpu=Fast(_by_rows, None, serves=_few),
+    empty=_like_scores,
+    path="all scores at once",
+    sizes=lambda v, *others, **settings: {"keys": v.shape[-2]},
+)
 
 
 class Layer(NamedTuple):
@@ -136,7 +149,7 @@ _MULTIPLE = 8  # of the wider columns
 
 def serves(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
     """Whether the kernel takes these four-dimensional tensors, and outputs and gradients need no other form."""
-    if dispatch.obstacle(q, k, v) or q.ndim != 4:
+    if operation.obstacle(q, k, v) or q.ndim != 4:
         return False
     if torch.is_autocast_enabled("cpu") or (is_causal and q.shape[-2] != k.shape[-2]):
         return False
@@ -152,7 +165,7 @@ def with_key_bias(
     is_causal: bool,
 ) -> Float[Tensor, "batch heads length width"]:
     """``softmax(Q K^T + 1 b^T) V``, causal among as many queries as keys."""
-    dispatch.record("torch's fused kernel", "the bias of a key is a mask of one row")
+    trace.record("torch's fused kernel", "the bias of a key is a mask of one row")
     return _BIASED(q, k, v, b, is_causal=is_causal)
 
 
@@ -183,7 +196,7 @@ def _backward(
     return dq[..., :width], dk[..., :width], dv[..., :width], dk[..., width]
 
 
-_BIASED = CustomGradient(_plain, _forward, _backward)
+_BIASED = Operation(_plain, cpu=Fast(_forward, _backward))
 
 
 def dense_attention(

@@ -15,10 +15,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fast_attention.decoding import State
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.heads import by_head
 from fast_attention.mechanism import Attention, Mixer, Shape, Traits
 from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.traits import PARTS
 from fast_attention.value import at_least, one_of
 
 Adapts = Literal["qkv", "qk", "kv", "qv", "q", "k", "v"]
@@ -84,6 +85,7 @@ class Adapted(Attention[Deltas, Any]):
             formula=f"{self.mechanism!r} of x + (x D) U for x in {self.adapts}, U begins at zero",
             cost=f"{inner.cost} + n d r",
             order=inner.order,
+            gpu=PARTS,
             reads=inner.reads,
             causal=inner.causal,
             bidirectional=inner.bidirectional,
@@ -173,6 +175,6 @@ def _moved(x: Tensor, delta: Delta | None) -> Tensor:
             f"the last size of v is {x.shape[-1]} and the deltas are for width {down.shape[-2]}: give values of the "
             "heads' width, or leave them as they are by adapts='qk'"
         )
-    if dispatch.served(x) and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
+    if operation.served(x) and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
         return by_head(x, torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype, device=x.device), down, up))
     return x + by_head(by_head(x, down), up).to(x.dtype)

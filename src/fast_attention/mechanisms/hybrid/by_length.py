@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.decoding import State
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.engine.heads import repeated, viewed
 from fast_attention.engine.kv_cache import KVCache, append, behind
 from fast_attention.engine.tracing import traced
@@ -29,6 +29,7 @@ from fast_attention.mechanisms.dense.softmax import Softmax, softmax_attention
 from fast_attention.mechanisms.hybrid import by_length_rows
 from fast_attention.mechanisms.hybrid.by_length_rows import Part, covered
 from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.traits import PARTS
 from fast_attention.value import at_least
 
 _READS: dict[tuple[bool, bool], Literal["qkv", "kv", "qv", "v"]] = {
@@ -116,7 +117,7 @@ def advance(
 ) -> tuple[Tensor, ByLengthState]:
     """Outputs of new tokens behind ``state``, and the state after them."""
     if state is not None and state.short is None:
-        dispatch.record(long.mechanism.expression, "every sequence has more keys than above", above=above)
+        trace.record(long.mechanism.expression, "every sequence has more keys than above", above=above)
         out, late = new.after(long, state.long)
         return out, ByLengthState(state.count, None, late)
     held = ByLengthState(0, None, None) if state is None else state
@@ -124,9 +125,7 @@ def advance(
     early, after = new.some(0, rows.end).after(short, held.short) if rows.end else (None, held.short)
     late, readable = held.long, _readable(short, long)
     if readable and late is None and held.short is not None and rows.first < length:
-        dispatch.record(
-            f"{long.mechanism.expression} reads the cache", "a sequence has more keys than above", above=above
-        )
+        trace.record(f"{long.mechanism.expression} reads the cache", "a sequence has more keys than above", above=above)
         k, v = _read(long, new.q.shape[-3], *held.short[:2])
         late = NewTokens(k, k, v, held.short.visible).read_by(long, None)
     if rows.first and (rows.first < length or late is not None or not readable):
@@ -159,7 +158,7 @@ def exact_step(
     visible = held.visible[..., :1].expand(*held.visible.shape[:-1], count)  # all are
     cache = KVCache(keys, values, visible)
     if q.shape[-2] == 1 and not torch.is_grad_enabled() and q.dtype != torch.float16:
-        dispatch.record("torch's fused kernel", "one query that sees all keys")
+        trace.record("torch's fused kernel", "one query that sees all keys")
         shares = q.shape[-3] != keys.shape[-3]
         out = F.scaled_dot_product_attention(q, keys, values, scale=short.scale, enable_gqa=shares)
     else:
@@ -212,7 +211,7 @@ class ByLength(Attention[Given, ByLengthState]):
         """What both can do; time and what is approximated are those of ``long``."""
         return self._traits
 
-    _traits = Traits(paper="", formula="", cost="", order=1.0)  # of each value, set when it is made
+    _traits = Traits(paper="", formula="", cost="", order=1.0, gpu=PARTS)  # of each value, set when it is made
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -304,6 +303,7 @@ def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int)
         formula=f"{short!r} for queries that see at most {above} keys, {long!r} for all others",
         cost=f"{a.cost} up to {above} tokens, {b.cost} beyond",
         order=b.order,
+        gpu=PARTS,
         reads=_READS["q" in a.reads + b.reads, "k" in a.reads + b.reads],
         causal=a.causal and b.causal,
         bidirectional=a.bidirectional and b.bidirectional,

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.tracing import exporting, traced
 from fast_attention.mechanism import Attention
 from fast_attention.mechanisms.dense.softmax import Softmax, softmax_attention
@@ -53,7 +53,7 @@ def attend(
 ) -> Float[Tensor, "*batch length values"]:
     """Row i of ``short`` where query i may see at most ``above`` keys, of ``long`` elsewhere."""
     if exporting() or (key_mask is not None and k.shape[-2] > above and traced()):
-        dispatch.record("both, and of each row one", "traced: numbers of visible keys are not known", above=above)
+        trace.record("both, and of each row one", "traced: numbers of visible keys are not known", above=above)
         return _both(q, k, v, key_mask, short, long, above=above, is_causal=is_causal)
     if k.shape[-2] <= above:
         record_short(short.mechanism, above)
@@ -65,7 +65,7 @@ def attend(
         return short(q, k, v, is_causal=is_causal, key_mask=key_mask)
     if not bool(few.any()):
         return _long(q, k, v, key_mask, short, long, above=above, is_causal=is_causal)
-    dispatch.record("sequences apart by their visible keys", "some are short", short=int(few.sum()), above=above)
+    trace.record("sequences apart by their visible keys", "some are short", short=int(few.sum()), above=above)
     batch, groups = q.shape[:-3], [x.nonzero()[:, 0] for x in (few, ~few)]
     mask = key_mask.expand(*batch, *key_mask.shape[-2:])
     (q, k, v, mask), (a, b) = (x.reshape(-1, *x.shape[len(batch) :]) for x in (q, k, v, mask)), groups
@@ -78,7 +78,7 @@ def attend(
 
 def record_short(short: Attention[Any, Any], above: int) -> None:
     """Record that ``short`` serves all rows."""
-    dispatch.record(short.expression, "no more keys than above", above=above)
+    trace.record(short.expression, "no more keys than above", above=above)
 
 
 def covered(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, short: Part, *, is_causal: bool) -> Tensor:
@@ -108,9 +108,9 @@ def _unmasked(q: Tensor, k: Tensor, v: Tensor, short: Part, long: Part, *, above
     """More keys than ``above``, and all are visible but the later ones."""
     before = k.shape[-2] - q.shape[-2]
     if not is_causal or before >= above:
-        dispatch.record(long.mechanism.expression, "every query sees more keys than above", above=above)
+        trace.record(long.mechanism.expression, "every query sees more keys than above", above=above)
         return long(q, k, v, is_causal=is_causal, key_mask=None)
-    dispatch.record(
+    trace.record(
         f"{short.mechanism.expression}, then {long.mechanism.expression}",
         "causal: by the query's position",
         above=above,

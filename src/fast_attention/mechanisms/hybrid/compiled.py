@@ -12,25 +12,31 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fast_attention.engine import dispatch, offsets, tiles
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import offsets, operation, tiles, trace
 from fast_attention.engine.offsets import Positions
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.precision import widen
 from fast_attention.engine.tiles import four_axes
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.mechanisms.hybrid import reference
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
-from fast_attention.mechanisms.linear.compiled import EXPONENTIAL, OutOfRangeError, number_of
+from fast_attention.mechanisms.linear.compiled import EXPONENTIAL, number_of
 from fast_attention.mechanisms.linear.kernelised import CoreMap, TokenMap, token_features
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 
-PATH = f"{dispatch.CORE}: near keys in tiles, far ones as sums of features"
+PATH = f"{trace.CORE}: near keys in tiles, far ones as sums of features"
+
+
+class OutOfRangeError(ArithmeticError):
+    """Outputs are not finite."""
+
+
 MOST = 2**21  # sums of a head, 8 MiB, that stay in memory of the thread that makes them
 
 
 def obstacle(q: Tensor, k: Tensor, v: Tensor, maps: CoreMap | None) -> str:
     """Why the core cannot take a call; empty where it can."""
-    if why := dispatch.obstacle(q, k, v, even=True) or tiles.unsupported(q, k, v):
+    if why := operation.obstacle(q, k, v, even=True) or tiles.unsupported(q, k, v):
         return why
     if maps is None:
         return "features that the core does not make"
@@ -203,4 +209,4 @@ def _backward(
     return *d_tokens, None, None, None, d_numbers, d_learned, *d_weights
 
 
-_HYBRID = CustomGradient(_plain, _forward, _backward)
+_HYBRID = Operation(_plain, cpu=Fast(_forward, _backward))

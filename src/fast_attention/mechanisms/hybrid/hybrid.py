@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fast_attention.biases import sinks as learned_sinks
 from fast_attention.biases.bias import Bias, TransformerXL
-from fast_attention.engine import dispatch
+from fast_attention.engine import trace
 from fast_attention.engine.blocks import count, join, split, split_mask, split_row
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.offsets import Positions
@@ -33,10 +33,10 @@ from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.hybrid import compiled, gpu, reference
+from fast_attention.mechanisms.hybrid.compiled import OutOfRangeError
 from fast_attention.mechanisms.hybrid.reference import FarSums, attend_near, block_sums
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear import linear_state
-from fast_attention.mechanisms.linear.compiled import OutOfRangeError
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState
@@ -45,6 +45,7 @@ from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.mechanisms.sparse.reference import take
 from fast_attention.mechanisms.sparse.selected import Selected, of_blocks
+from fast_attention.traits import NEAR_FAR
 from fast_attention.value import at_least
 
 
@@ -184,6 +185,7 @@ def by_window(far: Traits, bias: Bias | None = None) -> Traits:
         formula="softmax over near, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
         cost="n (w + m) d",
         order=1.0,
+        gpu=NEAR_FAR,
         causal=True,
         padding=True,
         cross=True,
@@ -289,8 +291,8 @@ class Hybrid(NearFar[HybridState]):
             out = compiled.attend(q, k, v, key_mask, others, sinks, self.near, maps, **places)
         except OutOfRangeError:
             return "outputs that are not finite"
-        if dispatch.asked():
-            dispatch.record(compiled.PATH, f"{self.near!r} leaves keys out")
+        if trace.asked():
+            trace.record(compiled.PATH, f"{self.near!r} leaves keys out")
         return out.to(v.dtype)
 
     def _reads(
@@ -319,8 +321,8 @@ class Hybrid(NearFar[HybridState]):
         """``attend`` without FlexAttention."""
         sizes = q.shape[-2], k.shape[-2]
         if not symbolic() and self.bias is None and self.near.covers(*sizes, is_causal=is_causal):
-            if dispatch.asked():
-                dispatch.record("exact attention", f"{self.near!r} covers everything")
+            if trace.asked():
+                trace.record("exact attention", f"{self.near!r} covers everything")
             near: Any = w.near if self.near.needs_weights else ()
             visible: Any = {"is_causal": is_causal, "key_mask": key_mask}
             return softmax_attention(q, k, v, **visible, scale=self.near.scale, sinks=self.near.sinks_of(near))
@@ -328,9 +330,9 @@ class Hybrid(NearFar[HybridState]):
         if isinstance(out, Tensor):
             return out
         if isinstance(self.near, Selected):
-            dispatch.record("chosen blocks exact, the others as sums of features", f"{self.near!r} leaves blocks out")
+            trace.record("chosen blocks exact, the others as sums of features", f"{self.near!r} leaves blocks out")
         else:
-            dispatch.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out; {out}")
+            trace.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out; {out}")
         return self._plain(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
 
     @in_float32

@@ -21,7 +21,7 @@ from fast_attention.engine.blocks import count, join, slices, smaller, split
 from fast_attention.engine.decay import state_sums
 from fast_attention.engine.numerics import no_less
 from fast_attention.engine.offsets import Positions
-from fast_attention.engine.opaque import Opaque
+from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.scan import FLOOR, cummax
 from fast_attention.engine.tracing import exporting, replaced, symbolic, traced
 from fast_attention.feature_maps.feature_map import Features
@@ -155,7 +155,7 @@ class Inputs(NamedTuple):
     learned_sinks: Float[Tensor, "heads"] | None  # scores in the normaliser without a value
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """All tensors in a flat tuple, as opaque operations take them."""
+        """All tensors in a flat tuple, as operations take them."""
         return (*self[:4], *self.sinks, *self.queries, *self.keys, *self.outside, self.numbers, self.learned_sinks)
 
     @staticmethod
@@ -163,9 +163,6 @@ class Inputs(NamedTuple):
         """From a flat tuple."""
         features = Features(*t[3:5]), Features(*t[5:7])
         return Inputs(q, k, v, visible, SinkTokens(*t[:3]), *features, FarSums(*t[7:9]), *t[9:11])
-
-
-INPUTS = 15  # tensors of ``Inputs``
 
 
 class Sight(NamedTuple):
@@ -220,19 +217,19 @@ def attend(
 
 def near_far(inputs: Inputs, plan: Plan) -> Float[Tensor, "*batch length values"]:
     """The outputs of all queries at once; ``inputs`` hold the sums of all earlier keys in place of those outside."""
-    return _OPAQUE(*inputs.flat(), *plan)[0]
+    return _NODE(*inputs.flat(), **dict(zip(plan._fields, plan, strict=True)))
 
 
-def _near_and_far(*arguments: Any) -> tuple[Tensor]:
-    x, plan = Inputs.of(*arguments[:INPUTS]), Plan(*arguments[INPUTS:])
+def _near_and_far(*tensors: Any, **numbers: Any) -> Tensor:
+    x, plan = Inputs.of(*tensors), Plan(**numbers)
     blocks = x.outside.narrow(0, 0)
     if exporting() or plan.key_blocks:
         blocks = block_sums(x.keys, x.v, start=plan.first, block=plan.block, number=plan.key_blocks)
     whole = replaced(x, outside=sums_outside(blocks, x.outside, plan))
-    return (attend_spans(whole, Sight.of(plan, x.q.device), plan),)
+    return attend_spans(whole, Sight.of(plan, x.q.device), plan)
 
 
-_OPAQUE = Opaque(_near_and_far, lambda q, k, v, *others: (q.new_empty(*q.shape[:-1], v.shape[-1]),))
+_NODE = Operation(_near_and_far, empty=like_queries)
 
 
 def attend_spans(x: Inputs, sight: Sight, plan: Plan) -> Float[Tensor, "*batch length values"]:

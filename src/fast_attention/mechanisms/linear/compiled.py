@@ -6,7 +6,6 @@ map are made before, and taken as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,72 +13,52 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import core
-from fast_attention.engine import dispatch
-from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.heads import short
-from fast_attention.engine.precision import widen
+from fast_attention.engine.heads import several
+from fast_attention.engine.operation import HALVES_AND_SINGLE, Unserved
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 
 SECTION = 256  # tokens of one item of work
-NUMBERS = {EluPlusOne: 0, Relu: 1, Identity: 2}  # of maps inside
+PATH = "compiled core, sums over sections"
+NUMBERS = {EluPlusOne: 0, Relu: 1, Identity: 2}  # of maps inside, as ``gpu.maps`` has them
 EXPONENTIAL = 3
 Arguments = tuple[Tensor | None, ...]  # q, k, v, key mask; rows of queries and of keys, bias; a state's three tensors
 
 
-class OutOfRangeError(ArithmeticError):
-    """Sums left the range of float32."""
+def code(phi: FeatureMap) -> dict[str, Any]:
+    """The settings that name a map inside."""
+    number, offset = number_of(phi)
+    return {"number": number, "offset": offset}
 
 
-def obstacle(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> str:
-    """Why the core cannot take a call; empty where it can. ``others``: weights and states, in float32."""
-    if why := dispatch.obstacle(q, k, v, even=True):
-        return why
-    if q.dtype not in dispatch.HALVES_AND_SINGLE or any(x is not None and x.dtype != torch.float32 for x in others):
-        return "more than 32 bits"
+def number_of(map: FeatureMap | None) -> tuple[int, float]:
+    """Of a map inside, and what it adds; exponentials are None."""
+    return (EXPONENTIAL, 0.0) if map is None else (NUMBERS[type(map)], float(getattr(map, "offset", 0.0)))
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Tensor | None, **settings: Any) -> str:
+    """Why the core cannot take a call without a state, nor ought to; empty where it can."""
+    return advances(q, k, v, key_mask, *others) or (
+        "many short sequences, whose pairs are less than a state of each" if several(q, k, v) else ""
+    )
+
+
+def advances(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Tensor | None, **settings: Any) -> str:
+    """Why the core cannot take a call behind a state; empty where it can. ``others``: weights and states."""
+    for x in (q, *others):
+        if x is not None and x.dtype not in HALVES_AND_SINGLE:
+            return "more than 32 bits"
     return core.unavailable()
 
 
-def few(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why plain sums serve a call without states as well: many short sequences; empty where the core is to be taken."""
-    return "many short sequences, whose pairs are less than a state of each" if short(q, k, v) else ""
+def why(*tensors: Tensor | None, is_causal: bool, **settings: Any) -> str:
+    """What ``explain`` says of a call without a state."""
+    return "causal" if is_causal else "every query sees every key"
 
 
-def rule(plain: Callable[..., Any]) -> CustomGradient:
-    """The core's passes beside a plain form, ``(*arguments, map, eps, is_causal, advances) -> outputs``.
-
-    ``map`` is a feature map inside, or None for exponentials. With ``advances`` a call is behind a state and has the
-    state after it; without, it has outputs only. In 16 bits the plain form has wide arguments.
-    """
-
-    def wide(q: Tensor, *others: Tensor | None, **settings: Any) -> Any:
-        out = plain(*widen((q, *others)), **settings)
-        return (out[0].to(q.dtype), *out[1:]) if isinstance(out, tuple) else out.to(q.dtype)
-
-    return CustomGradient(wide, _forward, _backward)
-
-
-def attend(rule: CustomGradient, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, **settings: Any) -> Tensor:
-    """Outputs of a call without states; causal queries are the last of the sequence, and those before it see nothing.
-
-    Raises:
-        OutOfRangeError: Not all of them are finite.
-    """
-    extra = q.shape[-2] - k.shape[-2] if settings["is_causal"] else 0
-    why = "causal" if settings["is_causal"] else "every query sees every key"
-    dispatch.record("compiled core, sums over sections", why, section=SECTION)
-    out = rule(q[..., max(extra, 0) :, :], k, v, *others, None, None, None, advances=False, **settings)
-    return F.pad(out, (0, 0, extra, 0)) if extra > 0 else out
-
-
-def advance(rule: CustomGradient, *arguments: Tensor | None, **settings: Any) -> tuple[Tensor, ...]:
-    """Causal outputs of new tokens, and the state after them: kv (..., C, Ev), k (..., C) and log scales (..., C).
-
-    Raises:
-        OutOfRangeError: Not all outputs are finite.
-    """
-    dispatch.record("compiled core, sums over sections", "behind a state", section=SECTION)
-    return rule(*arguments, is_causal=True, advances=True, **settings)
+def sizes(*tensors: Tensor | None, **settings: Any) -> dict[str, int]:
+    """What ``explain`` says of every call."""
+    return {"section": SECTION}
 
 
 def _heads(x: Tensor, axes: int = 4) -> Tensor:
@@ -104,11 +83,6 @@ def _call(arguments: Arguments, number: int, offset: float, eps: float, is_causa
     return [_heads(q), _heads(k), _heads(v), mask, *weights, *state, number, offset, eps, is_causal]
 
 
-def number_of(map: FeatureMap | None) -> tuple[int, float]:
-    """Of a map inside, and what it adds."""
-    return (EXPONENTIAL, 0.0) if map is None else (NUMBERS[type(map)], getattr(map, "offset", 0.0))
-
-
 def _sections(tokens: int) -> int:
     return -(-tokens // SECTION)
 
@@ -127,24 +101,24 @@ def _sizes(call: list[Any]) -> tuple[int, int, int, int]:
     return q.shape[0] * q.shape[1], queries, keys, q.shape[3] if rows is None else rows.shape[2]
 
 
-def _forward(
-    *arguments: Tensor | None,
-    keep: bool,
-    map: FeatureMap | None,
-    eps: float,
-    is_causal: bool,
-    advances: bool,
-) -> tuple[Any, tuple[Tensor, ...]]:
-    number, offset = number_of(map)
-    call = _call(arguments, number, offset, eps, is_causal)
-    q, v = arguments[0], arguments[2]
-    assert q is not None
-    assert v is not None
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, keep: bool, number: int, offset: float, eps: float,
+    is_causal: bool, advances: bool = False,
+) -> tuple[Any, tuple[Tensor, ...]]:  # fmt: skip
+    """Outputs; with ``advances`` the state after the call too: kv (..., C, Ev), k (..., C) and log scales (..., C).
+
+    Causal queries are the last of the sequence, and those before it see nothing.
+
+    Raises:
+        Unserved: Not all outputs are finite.
+    """
+    front = _front(q, k, is_causal)
+    call = _call(_all(q[..., front:, :], k, v, *others), number, offset, eps, is_causal)
     lead, _, keys, features = _sizes(call)
     # the gradient of a denominator would lose its digits with an output in 16 bits
     out = q.new_empty((*call[0].shape[:-1], v.shape[-1]), dtype=torch.float32 if keep else q.dtype)
     planes = 2 if number == EXPONENTIAL else 1
-    denominators = q.new_empty(planes * lead * q.shape[-2], dtype=torch.float32)
+    denominators = q.new_empty(planes * lead * (q.shape[-2] - front), dtype=torch.float32)
     states, last = _memory(q, lead, keys, features, v.shape[-1]), [None] * 3
     if advances:
         shape = (*q.shape[:-2], features)
@@ -153,41 +127,57 @@ def _forward(
             last[2].zero_()
     finite = torch.ops.fast_attention_core.features_forward(*call, out, denominators, states, *last)
     if not finite:
-        raise OutOfRangeError
-    outputs = out.to(q.dtype).view(*q.shape[:-1], v.shape[-1])
+        scale = "" if number == EXPONENTIAL else " in one scale"
+        raise Unserved(f"outputs that are not finite{scale}")
+    outputs = out.to(q.dtype).view(*q.shape[:-2], q.shape[-2] - front, v.shape[-1])
+    outputs = F.pad(outputs, (0, 0, front, 0)) if front else outputs
     return ((outputs, *last) if advances else outputs), ((out, denominators, states) if keep else ())
 
 
-def _backward(
-    inputs: Arguments, outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
-    *, map: FeatureMap | None, eps: float, is_causal: bool, advances: bool,
+def backward(
+    given: Arguments, outputs: Any, kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, number: int,
+    offset: float, eps: float, is_causal: bool, advances: bool = False, learned: tuple[bool, ...] | None = None,
 ) -> Arguments:  # fmt: skip
-    number, offset = number_of(map)
+    """Gradients; ``learned``: whether rows of queries, rows of keys and bias want one, where they do not say it."""
+    whole = given[0]
+    assert whole is not None
+    front = _front(whole, given[1], is_causal)
+    inputs = _all(whole[..., front:, :], *given[1:])
     call = _call(inputs, number, offset, eps, is_causal)
     lead, queries, keys, features = _sizes(call)
-    (q, k, v), (rows, key_rows, bias) = call[:3], inputs[4:7]
+    (q, k, v), weights = call[:3], inputs[4:7]
     d_state: list[Tensor | None] = [x.contiguous() for x in gradients[1:3]] if advances else [None, None]
     # a compiler's tensors may overlap, a gradient's must not
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     d_first = [None if x is None else x.new_empty(x.shape) for x in inputs[7:9]]
-    wanted = [x is not None and x.requires_grad for x in (rows, key_rows, bias)]
+    wanted = learned or [x is not None and x.requires_grad for x in weights]
     width, padded = -(-q.shape[3] // 32) * 32, -(-features // 32) * 32
     places = [(queries, features, width), (keys, features, width), (queries + keys, padded)]
-    learned = [
+    parts = [
         q.new_zeros(*q.shape[:2], *place, dtype=torch.float32) if want else None
         for want, place in zip(wanted, places, strict=True)
     ]
     torch.ops.fast_attention_core.features_backward(
-        *call, *kept, _heads(gradients[0]), *d_state, *grads, _memory(q, lead, queries, features, v.shape[-1]),
-        *d_first, *learned,
+        *call, *kept, _heads(gradients[0][..., front:, :]), *d_state, *grads,
+        _memory(q, lead, queries, features, v.shape[-1]), *d_first, *parts,
     )  # fmt: skip
     d_weights: list[Tensor | None] = []
-    for part, like in zip(learned, (rows, key_rows, bias), strict=True):
+    for part, like in zip(parts, weights, strict=True):
         if part is None or like is None:
             d_weights.append(None)
             continue
-        whole = part.sum(2).view(*inputs[0].shape[:-2], *part.shape[3:])  # type: ignore[union-attr]
-        whole = whole[..., None, : like.shape[-1]] if part.ndim == 4 else whole[..., : like.shape[-1]]
-        d_weights.append(whole.sum_to_size(like.shape))
-    shaped = [x.view(like.shape) for x, like in zip(grads, inputs[:3], strict=True)]  # type: ignore[union-attr]
-    return *shaped, None, *d_weights, *d_first, None
+        total = part.sum(2).view(*whole.shape[:-2], *part.shape[3:])
+        total = total[..., None, : like.shape[-1]] if part.ndim == 4 else total[..., : like.shape[-1]]
+        d_weights.append(total.sum_to_size(like.shape))
+    dq, dk, dv = (x.view(like.shape) for x, like in zip(grads, inputs[:3], strict=True))  # type: ignore[union-attr]
+    dq = F.pad(dq, (0, 0, front, 0)) if front else dq
+    return (dq, dk, dv, None, *d_weights, *d_first, None)[: len(given)]
+
+
+def _front(q: Tensor, k: Tensor | None, is_causal: bool) -> int:
+    """How many queries see nothing."""
+    return max(q.shape[-2] - k.shape[-2], 0) if is_causal and k is not None else 0
+
+
+def _all(*tensors: Tensor | None) -> Arguments:
+    return (*tensors, *[None] * (10 - len(tensors)))

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.features import Relu
@@ -19,6 +19,7 @@ from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.linear_attention import LinearAttention
 from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
 
@@ -105,6 +106,7 @@ class CosFormer(Attention[Positions, CosFormerState]):
         formula="linear attention, relu(q_i) . relu(k_j) cos(pi (i - j) / 2M)",
         cost="n d^2",
         order=1.0,
+        gpu=KERNELS,
         causal=True,
         padding=True,
         cross=True,
@@ -122,7 +124,6 @@ class CosFormer(Attention[Positions, CosFormerState]):
     def heads_of(self, w: Positions) -> None:
         """None: all heads have the same positions."""
 
-    @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: Positions, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
@@ -167,15 +168,18 @@ class CosFormer(Attention[Positions, CosFormerState]):
         return super().read_summary(q, k, v, w, state._replace(angle=torch.zeros_like(state.angle)), key_mask=key_mask)
 
 
-@opaque(like_queries)
-def _attend(
+def turned_attention(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, longest: int, is_causal: bool, eps: float
 ) -> Tensor:
+    """Linear attention of turned queries and keys."""
     start = k.shape[-2] - q.shape[-2] if is_causal else 0
     # a difference of sizes is a tensor in torch.jit.trace
     return _linear(eps).attend(
         turned(q, longest, int(start)), turned(k, longest), v, (), is_causal=is_causal, key_mask=key_mask
     )
+
+
+_attend = Operation(turned_attention, compute=torch.float32, empty=like_queries)
 
 
 def _linear(eps: float) -> LinearAttention:

@@ -10,15 +10,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch
 from fast_attention.engine.heads import by_head
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import decayed_gpu, decayed_sums, gpu
+from fast_attention.mechanisms.linear import decayed_gpu, decayed_sums
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
+from fast_attention.traits import KERNELS
 from fast_attention.value import at_least, one_of
 
 
@@ -94,17 +95,29 @@ def decayed_linear_attention(
     return _attend(q, k, v, log_decay, key_mask, phi=feature_map, normalize=normalize, eps=eps, is_causal=is_causal)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
-    eps: float, is_causal: bool,
-) -> Tensor:  # fmt: skip
-    settings: Any = {"phi": phi, "normalize": normalize, "eps": eps}
-    why = decayed_gpu.obstacle(q, k, v, phi, key_mask, normalize=normalize, is_causal=is_causal)
-    if why := why or decayed_gpu.uneven(log_decay, k):
-        dispatch.unserved(q, why)
-        log_decay = columns(log_decay, k)
-        return in_float32(decayed_sums.attend)(q, k, v, log_decay, key_mask, is_causal=is_causal, **settings)
-    return decayed_gpu.attend(q, k, v, log_decay, key_mask, is_causal=is_causal, **settings)
+def decayed_sums_of(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, **settings: Any
+) -> Tensor:
+    """Outputs (..., L, Ev) in plain operations."""
+    return decayed_sums.attend(q, k, v, columns(log_decay, k), key_mask, **settings)
+
+
+def further_decayed(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *state: Any, **settings: Any
+) -> tuple[Tensor, ...]:
+    """Causal outputs of new tokens behind a state, and the four tensors of the state after them."""
+    before = DecayedState(*state) if state else None
+    out, after = decayed_sums.streamed(q, k, v, columns(log_decay, k), key_mask, before, **settings)
+    return out, *after
+
+
+_attend = Operation(
+    decayed_sums_of, cuda=Fast(decayed_gpu.attend, None, serves=decayed_gpu.serves, halves=True), compute=torch.float32
+)
+_further = Operation(
+    further_decayed, cuda=Fast(decayed_gpu.further, None, serves=decayed_gpu.advances, halves=True),
+    compute=torch.float32,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,6 +161,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
             formula="S_t = g_t S_{t-1} + phi(k_t) v_t^T, z alike; phi(q) S_t / (phi(q) . z_t + eps)",
             cost="n m d",
             order=1.0,
+            gpu=KERNELS,
             causal=True,
             padding=True,
             rotary=isinstance(self.feature_map, Identity) and self.gate != "channel",
@@ -175,10 +189,9 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By kernels: nothing passes to where a sequence begins, nor back from there."""
-        why = decayed_gpu.obstacle(q, k, v, self.feature_map, key_mask, normalize=self.normalize, is_causal=is_causal)
-        if why or self.gate == "channel":
-            return None
         logs = decayed_gpu.begun(decay(k, w, key_mask).logs, lengths)
+        if self.gate == "channel" or decayed_gpu.serves(q, k, v, logs, key_mask, is_causal=is_causal, **self._settings):
+            return None
         return decayed_gpu.attend(q, k, v, logs, key_mask, is_causal=is_causal, **self._settings)
 
     @property
@@ -207,13 +220,8 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
     ) -> tuple[Tensor, DecayedState]:
         """Outputs of the new tokens, and the sums up to their end."""
         log_decay = decay(k, w, key_mask).logs
-        why = decayed_gpu.obstacle(q, k, v, self.feature_map, key_mask, normalize=self.normalize, is_causal=True)
-        why = why or decayed_gpu.uneven(log_decay, k) or gpu.few(q, k, v, state, log_decay) or gpu.scaled(state)
-        if not why:
-            return decayed_gpu.advance(q, k, v, log_decay, key_mask, state, **self._settings)
-        dispatch.unserved(q, why)
-        log_decay = columns(log_decay, k)
-        return in_float32(decayed_sums.streamed)(q, k, v, log_decay, key_mask, state, **self._settings)
+        out, *after = _further(q, k, v, log_decay, key_mask, *(state or ()), **self._settings)
+        return out, DecayedState(*after)
 
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:

@@ -7,12 +7,13 @@ denominators, a column of ones beside the values, are added in float32.
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.gpu import decayed, plain, self_check, walking
@@ -23,24 +24,38 @@ from fast_attention.mechanisms.linear.decayed_sums import DecayedState
 NOTHING = -1e4  # the logarithm of a decay of which float32 keeps nothing
 
 
-def obstacle(
-    q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, key_mask: Tensor | None, *, normalize: bool, is_causal: bool
-) -> str:
+def serves(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *state: Tensor, phi: FeatureMap,
+    normalize: bool, eps: float, is_causal: bool,
+) -> str:  # fmt: skip
     """Why kernels cannot compute this call; empty where they can."""
     ones = normalize and not is_causal
-    if why := dispatch.gpu_obstacle(q, k, v, widest=WIDEST - ones):
+    if why := operation.gpu_obstacle(q, k, v, widest=WIDEST - ones):
         return why
     if not isinstance(phi, Elementwise):
         return "a feature map that is not elementwise"
+    if log_decay.ndim == k.ndim:
+        return "a decay for every channel"
     if not is_causal:  # heads as ``attend`` has them then
         q, v = (q.new_empty((0, x.shape[-1] + one), dtype=torch.float32) for x, one in ((q, 0), (v, ones)))
     case = self_check.decayed(phi, normalized=normalize and is_causal)
     return self_check.obstacle(case, q, v, masked=key_mask is not None)
 
 
-def uneven(log_decay: Tensor, k: Tensor) -> str:
-    """Why kernels cannot take these decays; empty where they can."""
-    return "a decay for every channel" if log_decay.ndim == k.ndim else ""
+def advances(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *state: Tensor, **settings: Any
+) -> str:
+    """Why kernels cannot go on from a state; empty where they can."""
+    before = DecayedState(*state) if state else None
+    why = serves(q, k, v, log_decay, key_mask, is_causal=True, **settings)
+    return why or gpu.few(q, k, v, before, log_decay) or gpu.scaled(before)
+
+
+def further(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
+    """``advance`` of the tensors of a state."""
+    q, k, v, log_decay, key_mask, *state = tensors
+    out, after = advance(q, k, v, log_decay, key_mask, DecayedState(*state) if state else None, **settings)
+    return out, *after
 
 
 def begun(log_decay: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -85,11 +100,11 @@ def advance(
     phi: FeatureMap, normalize: bool, eps: float,
 ) -> tuple[Tensor, DecayedState]:  # fmt: skip
     """Causal outputs of tokens behind ``state``, and the state after them; ``log_decay`` (..., L) in float32."""
-    keep, D, lead = walking.trains(q, k, v, log_decay), k.shape[-1], q.shape[:-2]
+    D, lead = k.shape[-1], q.shape[:-2]
     logs = walking.as_heads(log_decay[..., None], lead)[..., 0]
     first = None if state is None else torch.cat([state.kv.flatten(-2), state.k], -1)
     q, k, code, offset = gpu.mapped(q, k, phi)
-    forms, _ = decayed.forms(logs, eps, code, offset, keep, normalize)
+    forms, _ = decayed.forms(logs, eps, code, offset, normalize)
     decodes = walking.steps(q, k, v, first, log_decay)
     out, last = walking.further(forms, q, k, v, key_mask, first, decodes=decodes)
     kv, k = last[..., : D * v.shape[-1]].reshape(*lead, D, v.shape[-1]), last[..., -D:]

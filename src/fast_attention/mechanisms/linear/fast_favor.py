@@ -1,125 +1,75 @@
-"""Attention from random features by the path that suits the call: the compiled core, or plain sums."""
+"""Operations of attention from random features: the compiled core, kernels for GPUs, or plain sums."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
-from fast_attention.engine.opaque import like_queries, opaque
-from fast_attention.engine.precision import in_float32, widen
+from fast_attention.engine import trace
+from fast_attention.engine.operation import Fast, Operation, like_queries, obstacle
+from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Map
-from fast_attention.mechanisms.linear import compiled, favor_gpu, feature_chunks, gpu, reference
-from fast_attention.mechanisms.linear.compiled import OutOfRangeError
+from fast_attention.mechanisms.linear import compiled, favor_gpu, feature_chunks, reference
+from fast_attention.mechanisms.linear.favor_gpu import MAPS
 from fast_attention.mechanisms.linear.linear_state import LinearState, normalise
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
-POSITIVE = RandomFeatureMap("positive")
+CORE: Any = {"number": compiled.EXPONENTIAL, "offset": 0.0, "eps": 0.0}
 
 
 def attend(
     phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
     """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
-    settings: Any = {"is_causal": is_causal, "key_mask": key_mask}
-    if why := favor_gpu.obstacle(phi, q, k, v, heads, masked=key_mask is not None):
-        dispatch.unserved(q, why)
-        if is_causal and phi.exponential:
-            return _positive_causal(q, k, v, key_mask, *heads, hyperbolic=phi.pairs)
-        return _attend(phi, q, k, v, heads, **settings)
-    return favor_gpu.attend(phi, q, k, v, heads, **settings)
-
-
-@opaque(like_queries)
-def _positive_causal(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor, bias: Tensor | None,
-    key_rows: Tensor | None, *, hyperbolic: bool,
-) -> Tensor:  # fmt: skip
-    """Sums that look at numbers, which a compiler would have feature by feature."""
-    phi = RandomFeatureMap("hyperbolic" if hyperbolic else "positive")
-    return _attend(phi, q, k, v, Heads(rows, bias, key_rows), is_causal=True, key_mask=key_mask)
-
-
-def _attend(
-    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None
-) -> Tensor:
-    """``attend`` without kernels for GPUs."""
-    why = _against(phi, q, k, v, heads)
-    if not (why := why or compiled.few(q, k, v)):
-        try:
-            given: Any = _shaped(phi, q, k, v, key_mask, heads)
-            return compiled.attend(RULE, *given, map=None, eps=0.0, is_causal=is_causal)
-        except OutOfRangeError:
-            why = "outputs that are not finite"
-    return _plain_sums(phi, q, k, v, heads, is_causal=is_causal, key_mask=key_mask, why=why)
-
-
-@in_float32
-def _plain_sums(
-    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None,
-    why: str,
-) -> Tensor:  # fmt: skip
-    def maps(*weights: Tensor | None) -> tuple[Map, Map]:
-        some = Heads(*weights)  # type: ignore[arg-type]
-        return (lambda x: phi.plain(x, some)), (lambda x: phi.plain(x, some.keys))
-
-    return feature_chunks.feature_attention(
-        maps, [*heads], q, k, v, is_causal=is_causal, key_mask=key_mask, because=why
-    )
-
-
-def _against(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *state: Tensor) -> str:
-    """Why the core would not do; empty where it does."""
-    if phi.exponential:
-        return compiled.obstacle(q, k, v, *widen(heads), *state)
-    return dispatch.obstacle(q, k, v) or "features of either sign"
-
-
-def _shaped(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, heads: Heads) -> list[Any]:
-    """Tokens for all heads, and rows of all features, as the core takes them."""
-    lead = torch.broadcast_shapes(q.shape[:-2], heads.rows.shape[:-2])
-    if lead != q.shape[:-2]:
+    if not phi.exponential:
+        why = obstacle(q, k, v) or "features of either sign"
+        return _plain_sums(phi, q, k, v, heads, is_causal=is_causal, key_mask=key_mask, because=why)
+    if not symbolic() and heads.rows.shape[:-2] != q.shape[-heads.rows.ndim : -2]:
+        lead = torch.broadcast_shapes(q.shape[:-2], heads.rows.shape[:-2])
         q, k, v = (x.expand(*lead, -1, -1) for x in (q, k, v))
-    heads = widen(heads)
-    rows, key_rows = (
-        None if x is None else torch.cat([x, -x], -2) if phi.pairs else x for x in (heads.rows, heads.key_rows)
-    )
-    return [q, k, v, key_mask, rows, rows if key_rows is None else key_rows, heads.bias]
+    return exponentials(q, k, v, key_mask, *heads, hyperbolic=phi.pairs, is_causal=is_causal)
 
 
-def advance(
-    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState | None,
-    key_mask: Tensor | None,
-) -> tuple[Tensor, LinearState]:  # fmt: skip
-    """Causal outputs of new tokens behind ``state``, and the state after them."""
-    if why := favor_gpu.obstacle(phi, q, k, v, heads, masked=key_mask is not None) or gpu.few(q, k, v, state, *heads):
-        dispatch.unserved(q, why)
-        return _advance(phi, q, k, v, heads, state, key_mask)
-    return favor_gpu.advance(phi, q, k, v, heads, state, key_mask)
+def exponential_sums(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *heads: Any, hyperbolic: bool, is_causal: bool
+) -> Tensor:
+    """``phi(q_i)^T G / phi(q_i)^T g`` over the keys that query i may see."""
+    return _summed(MAPS[hyperbolic], q, k, v, Heads(*heads), is_causal=is_causal, key_mask=key_mask, because=None)
+
+
+def _path(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *heads: Any, hyperbolic: bool, **_: Any) -> str:
+    return feature_chunks.path(_maps(MAPS[hyperbolic]), heads, q, k, v)
+
+
+def _maps(phi: RandomFeatureMap) -> feature_chunks.Maps:
+    def maps(*weights: Any) -> tuple[Map, Map]:
+        heads = Heads(*weights)
+        return (lambda x: phi.plain(x, heads)), (lambda x: phi.plain(x, heads.keys))
+
+    return maps
+
+
+def _summed(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, **settings: Any) -> Tensor:
+    return feature_chunks.feature_attention(_maps(phi), [*heads], q, k, v, **settings)
+
+
+_plain_sums = in_float32(_summed)
+
+
+def further_exponentials(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Any, hyperbolic: bool, is_causal: bool
+) -> tuple[Tensor, ...]:
+    """Causal outputs of new tokens behind a state, and the three tensors of the state after them."""
+    state = None if others[3] is None else LinearState(*others[3:])
+    out, after = _advance(MAPS[hyperbolic], q, k, v, Heads(*others[:3]), state, key_mask)
+    return out, *after
 
 
 def _advance(
-    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState | None,
-    key_mask: Tensor | None,
-) -> tuple[Tensor, LinearState]:  # fmt: skip
-    """``advance`` without kernels for GPUs."""
-    why = _against(phi, q, k, v, heads, *(state or ()))
-    if not why:
-        before = (None, None, None) if state is None else tuple(state)
-        try:
-            out, *after = compiled.advance(RULE, *_shaped(phi, q, k, v, key_mask, heads), *before, map=None, eps=0.0)
-        except OutOfRangeError:
-            why = "outputs that are not finite"
-        else:
-            return out, LinearState(*after)
-    dispatch.record("plain sums", why)
-    return _plain_advance(phi, q, k, v, heads, state, key_mask)
-
-
-@in_float32
-def _plain_advance(
     phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState | None,
     key_mask: Tensor | None,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
@@ -128,17 +78,77 @@ def _plain_advance(
     return normalise(sums), state
 
 
-def _plain(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Any, key_rows: Any, bias: Tensor | None,
-    *before: Tensor | None, map: None, eps: float, is_causal: bool, advances: bool,
-) -> Any:  # fmt: skip
-    heads = Heads(rows, bias, key_rows)
-    if advances:
-        state = None if before[0] is None else LinearState(*before)  # type: ignore[arg-type]
-        out, after = _plain_advance(POSITIVE, q, k, v, heads, state, key_mask)
-        return out, *after
-    keys = reference.masked_keys(lambda x: POSITIVE.plain(x, heads.keys), k, key_mask)
-    return normalise(reference.attend(POSITIVE.plain(q, heads).free, keys, v, is_causal=is_causal))
+_plain_advance = in_float32(_advance)
 
 
-RULE = compiled.rule(_plain)
+def _rows(rows: Tensor | None, hyperbolic: bool) -> Tensor | None:
+    """Rows of all features, as the core takes them."""
+    if rows is None:
+        return None
+    return torch.cat([rows.float(), -rows.float()], -2) if hyperbolic else rows.float()
+
+
+def _given(tensors: Any, hyperbolic: bool) -> Any:
+    q, k, v, key_mask, rows, bias, key_rows, *state = tensors
+    rows, own = _rows(rows, hyperbolic), _rows(key_rows, hyperbolic)
+    return q, k, v, key_mask, rows, rows if own is None else own, None if bias is None else bias.float(), *state
+
+
+def forward(*tensors: Any, hyperbolic: bool, **settings: Any) -> Any:
+    """The core's outputs and, behind a state, the state after them."""
+    return compiled.forward(*_given(tensors, hyperbolic), **CORE, **settings)
+
+
+def backward(
+    inputs: Any, outputs: Any, kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, hyperbolic: bool,
+    **settings: Any,
+) -> compiled.Arguments:  # fmt: skip
+    """Gradients of tokens, rows, biases and states."""
+    rows, bias, key_rows = inputs[4:7]
+    learned = tuple(x is not None and x.requires_grad for x in (rows, rows if key_rows is None else key_rows, bias))
+    found = compiled.backward(_given(inputs, hyperbolic), outputs, kept, gradients, learned=learned, **CORE, **settings)
+    dq, dk, dv, _, d_rows, d_own, d_bias, *d_state = found
+    if key_rows is None:
+        d_rows, d_own = None if d_rows is None or d_own is None else d_rows + d_own, None
+    if hyperbolic:
+        d_rows, d_own = (
+            None if x is None else x[..., : rows.shape[-2], :] - x[..., rows.shape[-2] :, :] for x in (d_rows, d_own)
+        )
+    pairs = ((d_rows, rows), (d_bias, bias), (d_own, key_rows))
+    return dq, dk, dv, None, *(None if d is None or x is None else d.to(x.dtype) for d, x in pairs), *d_state
+
+
+exponentials = Operation(
+    exponential_sums,
+    cpu=Fast(
+        forward, backward, serves=compiled.serves, even=3, halves=True, path=compiled.PATH, why=compiled.why,
+        sizes=compiled.sizes,
+    ),
+    cuda=Fast(favor_gpu.attend, None, serves=favor_gpu.serves, halves=True),
+    compute=torch.float32,
+    empty=like_queries,
+    path=_path,
+)  # fmt: skip
+further = Operation(
+    further_exponentials,
+    cpu=Fast(
+        partial(forward, advances=True), partial(backward, advances=True), serves=compiled.advances, even=3,
+        halves=True, path=compiled.PATH, why="behind a state", sizes=compiled.sizes,
+    ),
+    cuda=Fast(favor_gpu.further, None, serves=favor_gpu.advances, halves=True),
+    compute=torch.float32,
+    path="plain sums",
+)  # fmt: skip
+
+
+def advance(
+    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState | None,
+    key_mask: Tensor | None,
+) -> tuple[Tensor, LinearState]:  # fmt: skip
+    """Causal outputs of new tokens behind ``state``, and the state after them."""
+    if not phi.exponential:
+        trace.record("plain sums", obstacle(q, k, v) or "features of either sign")
+        return _plain_advance(phi, q, k, v, heads, state, key_mask)
+    before = (None, None, None) if state is None else state
+    out, *after = further(q, k, v, key_mask, *heads, *before, hyperbolic=phi.pairs, is_causal=True)
+    return out, LinearState(*after)

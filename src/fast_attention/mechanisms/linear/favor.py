@@ -22,6 +22,7 @@ from fast_attention.mechanisms.linear import fast_favor, linear_state, reference
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.traits import PLAIN
 from fast_attention.value import at_least, one_of
 
 
@@ -104,6 +105,7 @@ class Favor(Kernelised[TrigonometricWeights]):
         formula="phi(q) . phi(k) estimates exp(q . k / sqrt(d)); phi(x) = e^(|x|^2 / 2) [cos W x, sin W x] / sqrt(m)",
         cost="n m d",
         order=1.0,
+        gpu=PLAIN,
         causal=True,
         padding=True,
         cross=True,

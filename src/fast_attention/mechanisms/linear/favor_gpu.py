@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.numerics import bounded
 from fast_attention.gpu import self_check, walking
 from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED, exponential
 from fast_attention.gpu.exponential import operations
 from fast_attention.gpu.walking import Chunks, Forms
+from fast_attention.mechanisms.linear import gpu
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
+MAPS = RandomFeatureMap("positive"), RandomFeatureMap("hyperbolic")
 
-def obstacle(
-    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, masked: bool
+
+def serves(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor, bias: Tensor | None,
+    key_rows: Tensor | None, *state: Tensor | None, hyperbolic: bool, **settings: Any,
 ) -> str:  # fmt: skip
     """Why kernels cannot compute attention from these features; empty where they can."""
-    why = dispatch.gpu_obstacle(q, k, widest=WIDEST_PROJECTED) or dispatch.gpu_obstacle(q, v, widest=WIDEST)
-    if why or not phi.exponential:
-        return why or "features of either sign"
-    if heads.bias is not None and heads.bias.requires_grad:
+    why = operation.gpu_obstacle(q, k, widest=WIDEST_PROJECTED) or operation.gpu_obstacle(q, v, widest=WIDEST)
+    if why:
+        return why
+    if bias is not None and bias.requires_grad:
         return "a bias that is trained"
-    case = self_check.exponential(phi.width(heads.rows), q.shape[-1])
-    return self_check.obstacle(case, q, v, masked=masked)
+    case = self_check.exponential(MAPS[hyperbolic].width(rows), q.shape[-1])
+    return self_check.obstacle(case, q, v, masked=key_mask is not None)
+
+
+def advances(*tensors: Any, **settings: Any) -> str:
+    """Why kernels cannot go on from a state; empty where they can."""
+    (q, k, v, _, *heads), state = tensors[:7], tensors[7:]
+    before = None if state[0] is None else LinearState(*state)
+    return serves(*tensors, **settings) or gpu.few(q, k, v, before, *heads)
 
 
 def attend(
-    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *heads: Any, hyperbolic: bool, is_causal: bool
+) -> Tensor:  # fmt: skip
     """Outputs (..., L, Ev): see ``fast_favor.attend``."""
-    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, heads.rows)))
-    forms, q = _forms(phi, q, k, v, heads, lead), q.expand(*lead, *q.shape[-2:])
+    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, heads[0])))
+    forms, q = _forms(MAPS[hyperbolic], q, k, v, Heads(*heads), lead), q.expand(*lead, *q.shape[-2:])
     return walking.walk(forms, bounded(q), bounded(k), v, key_mask, is_causal=is_causal)
 
 
@@ -49,17 +62,17 @@ def packed(
     return rows.gathered(walking.walk(forms, q, k, v, rows.visible(key_mask), is_causal=True))
 
 
-def advance(
-    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState | None,
-    key_mask: Tensor | None,
-) -> tuple[Tensor, LinearState]:  # fmt: skip
-    """Causal outputs of new tokens behind ``state``, and the state after them."""
-    forms, D = _forms(phi, q, k, v, heads, q.shape[:-2]), phi.width(heads.rows)
-    first = None if state is None else torch.cat([state.kv.flatten(-2), state.k, state.log_scale], -1)
+def further(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Any, hyperbolic: bool, is_causal: bool
+) -> tuple[Tensor, ...]:
+    """Causal outputs of new tokens behind a state, and the three tensors of the state after them."""
+    heads, state = Heads(*others[:3]), others[3:]
+    forms, D = _forms(MAPS[hyperbolic], q, k, v, heads, q.shape[:-2]), MAPS[hyperbolic].width(heads.rows)
+    first = None if state[0] is None else torch.cat([state[0].flatten(-2), *state[1:]], -1)
     decodes = walking.steps(q, k, v, first, *heads)
     out, last = walking.further(forms, bounded(q), bounded(k), v, key_mask, first, decodes=decodes)
     kv, k, log_scale = last.split([D * v.shape[-1], D, D], -1)
-    return out, LinearState(kv.unflatten(-1, (D, -1)), k, log_scale)
+    return out, kv.unflatten(-1, (D, -1)), k, log_scale
 
 
 def _forms(
@@ -74,5 +87,4 @@ def _forms(
     queries = both(heads.rows)
     keys = queries if heads.key_rows is None else both(heads.key_rows)
     bias = None if heads.bias is None else flat(heads.bias)[:, 0]
-    trained = walking.trains(queries, keys)
-    return operations.forms(queries, keys, bias, walking.trains(q, k, v, queries, keys), trained, begins)
+    return operations.forms(queries, keys, bias, begins)

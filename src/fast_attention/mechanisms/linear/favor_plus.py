@@ -14,9 +14,11 @@ from fast_attention.feature_maps.features import FeatureMap, as_feature_map
 from fast_attention.feature_maps.random_features import draw, generalised
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import fast_favor, feature_chunks
+from fast_attention.mechanisms.linear.favor_gpu import MAPS
 from fast_attention.mechanisms.linear.kernelised import CoreMap, Map, RandomKernelised, TokenMap
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.traits import KERNELS
 from fast_attention.value import at_least, one_of
 
 
@@ -38,8 +40,7 @@ def favor_plus_attention(
     Stabilised by a running maximum, without any epsilon: no key moves a query before it. A query that sees nothing
     gets zeros.
     """
-    phi = RandomFeatureMap("hyperbolic" if hyperbolic else "positive")
-    return fast_favor.attend(phi, q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
+    return fast_favor.attend(MAPS[hyperbolic], q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
 
 
 @in_float32
@@ -110,6 +111,7 @@ class FavorPlus(RandomKernelised[Projection]):
             formula="phi(q) . phi(k) estimates exp(q . k / sqrt(d)); phi(x) = exp(W x - |x|^2 / 2) / sqrt(m)",
             cost="n m d",
             order=1.0,
+            gpu=KERNELS,
             causal=True,
             padding=True,
             cross=True,
@@ -162,10 +164,11 @@ class FavorPlus(RandomKernelised[Projection]):
     ) -> Tensor:
         """``favor_plus_attention``, or ``generalised_attention`` where a kernel is given, with these settings."""
         visible = {"is_causal": is_causal, "key_mask": key_mask}
-        if isinstance(self.kernel, FeatureMap):
-            settings = {"kernel": self.kernel, "kernel_epsilon": self.kernel_epsilon}
-            return generalised_attention(q, k, v, w.projection, **settings, **visible)
-        return favor_plus_attention(q, k, v, w.projection, hyperbolic=self.features == "hyperbolic", **visible)
+        if self.kernel is None:
+            return fast_favor.attend(MAPS[self.features == "hyperbolic"], q, k, v, Heads(w.projection), **visible)
+        assert isinstance(self.kernel, FeatureMap)
+        settings = {"kernel": self.kernel, "kernel_epsilon": self.kernel_epsilon}
+        return generalised_attention(q, k, v, w.projection, **settings, **visible)
 
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, w: Projection, lengths: tuple[int, ...], *, is_causal: bool,

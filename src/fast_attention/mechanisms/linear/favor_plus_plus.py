@@ -16,6 +16,7 @@ from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import fast_favor
 from fast_attention.mechanisms.linear.kernelised import RandomKernelised
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
 POSITIVE = RandomFeatureMap("positive")
@@ -124,6 +125,7 @@ class FavorPlusPlus(RandomKernelised[DampedProjection]):
         formula="E[phi(q) . phi(k)] = exp(q . k / sqrt(d)), phi(x) = D exp(A |w|^2 + B w . x - |x|^2 / 2) / sqrt(m)",
         cost="n m d",
         order=1.0,
+        gpu=KERNELS,
         causal=True,
         padding=True,
         cross=True,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation, trace
 from fast_attention.engine.chunked import Step, scan
 from fast_attention.feature_maps.feature_map import Features, Logs, Map
 from fast_attention.mechanisms.linear import in_range, linear_state, reference
@@ -27,31 +27,40 @@ SEVERAL = 4  # chunks from which on the memory that is saved pays for making fea
 
 def feature_attention(
     maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None,
-    eps: float = 0.0, because: str = "",
+    eps: float = 0.0, because: str | None = "",
 ) -> Tensor:  # fmt: skip
     """Attention with weights ``phi_q(q_i) . phi_k(k_j)`` for any two maps made of ``weights``, by the path that suits.
 
     Outputs (..., L, Ev) over the keys that each query may see; causal ones aligned to the bottom right. ``because``:
-    why no faster form serves.
+    why no faster form serves, or None where that was recorded.
     """
     why = against(maps, weights, q, k, v)
+    if because is not None:
+        trace.record(*_named(why, because))
     if why:
-        dispatch.record("features, then two products", because or why)
         queries, keys = maps(*weights)
         keys = reference.masked_keys(keys, k, key_mask)
         return in_range.attend(queries(q), keys, v, is_causal=is_causal, eps=eps)
-    dispatch.record(
-        "features chunk by chunk, with a running state",
-        because or "autograd follows any map through one chunk at a time",
-    )
     return _attend(maps, weights, q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
+
+
+def path(maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What ``feature_attention`` does with these, as ``explain`` has it."""
+    return _named(against(maps, weights, q, k, v), "")[0]
+
+
+def _named(why: str, because: str) -> tuple[str, str]:
+    if why:
+        return "features, then two products", because or why
+    why = "autograd follows any map through one chunk at a time"
+    return "features chunk by chunk, with a running state", because or why
 
 
 def against(
     maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, numbers: int = SEVERAL * NUMBERS
 ) -> str:
     """Why chunks would not do; empty where they do, from as many features of all tokens on as ``numbers``."""
-    if why := dispatch.obstacle(q, k, v, even=True):
+    if why := operation.obstacle(q, k, v, even=True):
         return why
     if min(q.shape[-2], k.shape[-2]) < SEVERAL * LEAST:
         return f"fewer than {SEVERAL * LEAST} tokens"

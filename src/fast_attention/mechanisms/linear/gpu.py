@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Features
+from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.gpu import maps, operations, self_check, walking
 from fast_attention.gpu.configurations import WIDEST
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
 from fast_attention.mechanisms.linear.linear_state import LinearState
 
+MAPS = EluPlusOne(), Relu(), Identity()  # by the number that the core has for them
+CODES = maps.ELU, maps.RELU, maps.IDENTITY  # the kernels' numbers
 FEW = 16  # new tokens up to which plain operations take a state on
 
 
-def obstacle(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, key_mask: Tensor | None) -> str:
+def serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Any, number: int, **settings: Any) -> str:
     """Why kernels cannot compute linear attention with this map; empty where they can."""
-    if why := dispatch.gpu_obstacle(q, k, v, widest=WIDEST):
-        return why
-    if not isinstance(phi, Elementwise):
-        return "a feature map that is not elementwise"
-    return self_check.obstacle(self_check.elementwise(phi), q, v, masked=key_mask is not None)
+    why = operation.gpu_obstacle(q, k, v, widest=WIDEST)
+    return why or self_check.obstacle(self_check.elementwise(MAPS[number]), q, v, masked=key_mask is not None)
+
+
+def advances(*tensors: Any, **settings: Any) -> str:
+    """Why kernels cannot go on from a state; empty where they can."""
+    (q, k, v), (kv, z, log_scale) = tensors[:3], tensors[7:]
+    state = None if kv is None else LinearState(kv, z, log_scale)
+    return serves(*tensors, **settings) or few(q, k, v, state) or scaled(state)
 
 
 def few(q: Tensor, k: Tensor, v: Tensor, state: LinearState | DecayedState | None, *weights: Tensor | None) -> str:
@@ -40,25 +49,25 @@ def scaled(state: LinearState | DecayedState | None) -> str:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, eps: float, is_causal: bool
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, number: int, offset: float, eps: float, is_causal: bool
 ) -> Tensor:
     """Outputs (..., L, Ev): see ``linear_attention``."""
-    keep = walking.trains(q, k, v)
-    q, k, code, offset = mapped(q, k, phi)
-    return walking.walk(operations.forms(eps, code, offset, keep), q, k, v, key_mask, is_causal=is_causal)
+    forms = operations.forms(eps, CODES[number], offset)
+    return walking.walk(forms, q, k, v, key_mask, is_causal=is_causal)
 
 
-def advance(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: LinearState | None, *, phi: FeatureMap, eps: float
-) -> tuple[Tensor, LinearState]:
-    """Outputs of new tokens behind ``state``, and the state after them."""
-    keep, D = walking.trains(q, k, v), k.shape[-1]
-    q, k, code, offset = mapped(q, k, phi)
-    first = None if state is None else torch.cat([state.kv.flatten(-2), state.k], -1)
-    forms, decodes = operations.forms(eps, code, offset, keep), walking.steps(q, k, v, first)
+def further(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: None, key_rows: None, bias: None,
+    *state: Tensor | None, number: int, offset: float, eps: float, is_causal: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Outputs of new tokens behind a state, and the three tensors of the state after them."""
+    (kv, z, _), D = state, k.shape[-1]
+    first = None if kv is None or z is None else torch.cat([kv.flatten(-2), z], -1)
+    forms = operations.forms(eps, CODES[number], offset)
+    decodes = walking.steps(q, k, v, first)
     out, last = walking.further(forms, q, k, v, key_mask, first, decodes=decodes)
     kv, k = last[..., : D * v.shape[-1]].unflatten(-1, (D, -1)), last[..., -D:]
-    return out, LinearState(kv, k, torch.zeros_like(k[..., :1]))
+    return out, kv, k, torch.zeros_like(k)
 
 
 def mapped(q: Tensor, k: Tensor, phi: FeatureMap) -> tuple[Tensor, Tensor, int, float]:

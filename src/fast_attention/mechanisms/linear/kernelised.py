@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
-from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.heads import by_head, summed_by_head
 from fast_attention.engine.numerics import LOG2E, MOST, bounded
+from fast_attention.engine.operation import Fast, Operation, Tensors
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
@@ -179,7 +179,7 @@ def _backward(
     return dx, d_rows, d_bias
 
 
-_FEATURES = CustomGradient(_plain, _forward, _backward)
+_FEATURES = Operation(_plain, cpu=Fast(_forward, _backward))
 
 
 class RandomKernelised(Kernelised[W]):
@@ -221,7 +221,9 @@ class RandomKernelised(Kernelised[W]):
     ) -> Tensor | None:  # fmt: skip
         """Causal, by kernels: every sequence begins a chunk, and sums with it."""
         phi, heads = self.features_of(w)
-        if not is_causal or favor_gpu.obstacle(phi, q, k, v, heads, masked=True):
+        if not is_causal or not phi.exponential:
+            return None
+        if favor_gpu.serves(q, k, v, torch.empty(0), *heads, hyperbolic=phi.pairs):
             return None
         return favor_gpu.packed(phi, q, k, v, heads, lengths, key_mask)
 

@@ -13,6 +13,7 @@ from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import fast_favor
 from fast_attention.mechanisms.linear.kernelised import RandomKernelised
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
 HYPERBOLIC = RandomFeatureMap("hyperbolic")
@@ -47,6 +48,7 @@ class LearnedFeatures(RandomKernelised[Maps]):
         formula="linear attention, phi(x) = [exp(W x), exp(-W x)] exp(-|x|^2 / 2) with W learned",
         cost="n m d",
         order=1.0,
+        gpu=KERNELS,
         causal=True,
         padding=True,
         cross=True,

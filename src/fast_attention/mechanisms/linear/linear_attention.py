@@ -10,14 +10,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
 from fast_attention.engine.advancing import in_chunks
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.linear import compiled, decayed_gpu, fast_linear, gpu
+from fast_attention.mechanisms.linear import compiled, decayed_gpu, fast_linear
 from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
 
@@ -37,11 +37,10 @@ def linear_attention(
     authors' code. A map whose scale is kept apart (``Exp``) needs no ``eps`` and gets none. A query that sees nothing
     gets zeros.
     """
-    settings: Any = {"phi": feature_map, "eps": eps, "is_causal": is_causal}
-    if why := gpu.obstacle(q, k, v, feature_map, key_mask):
-        dispatch.unserved(q, why)
-        return fast_linear.attend(q, k, v, key_mask, **settings)
-    return gpu.attend(q, k, v, key_mask, **settings)
+    settings: Any = {"eps": float(eps), "is_causal": is_causal}
+    if type(feature_map) in compiled.NUMBERS:
+        return fast_linear.sums(q, k, v, key_mask, **compiled.code(feature_map), **settings)
+    return fast_linear.mapped(q, k, v, key_mask, phi=feature_map, **settings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,6 +63,7 @@ class LinearAttention(Kernelised[tuple[()]]):
         formula="phi(q) (sum_j phi(k_j) v_j^T) / (phi(q) . sum_j phi(k_j) + eps)",
         cost="n m d",
         order=1.0,
+        gpu=KERNELS,
         causal=True,
         padding=True,
         cross=True,
@@ -76,8 +76,7 @@ class LinearAttention(Kernelised[tuple[()]]):
 
     @property
     def _map(self) -> FeatureMap:
-        assert isinstance(self.feature_map, FeatureMap)
-        return self.feature_map
+        return self.feature_map  # type: ignore[return-value]
 
     def maps(self, w: tuple[()]) -> tuple[Map, Map]:
         """The same map for both; only ``Exp`` and ``Taylor`` have the scale of softmax's exponential."""
@@ -105,20 +104,16 @@ class LinearAttention(Kernelised[tuple[()]]):
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By kernels of sums that decay: to nothing where a sequence begins."""
-        settings: Any = {"phi": self._map, "normalize": True, "is_causal": is_causal}
-        if decayed_gpu.obstacle(q, k, v, key_mask=key_mask, **settings):
-            return None
+        settings: Any = {"phi": self._map, "normalize": True, "eps": self.eps, "is_causal": is_causal}
         logs = decayed_gpu.begun(q.new_zeros(q.shape[:-1], dtype=torch.float32), lengths)
-        return decayed_gpu.attend(q, k, v, logs, key_mask, eps=self.eps, **settings)
+        if decayed_gpu.serves(q, k, v, logs, key_mask, **settings):
+            return None
+        return decayed_gpu.attend(q, k, v, logs, key_mask, **settings)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
-        why = gpu.obstacle(q, k, v, self._map, key_mask) or gpu.few(q, k, v, state) or gpu.scaled(state)
-        if not why:
-            return gpu.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)
-        dispatch.unserved(q, why)
         walk = self._advance if isinstance(self._map, Elementwise) else self._in_chunks
         return walk(q, k, v, w, state, key_mask=key_mask)
 

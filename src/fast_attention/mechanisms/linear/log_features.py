@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine.blocks import join, split
-from fast_attention.engine.opaque import Opaque
+from fast_attention.engine.operation import Operation
 from fast_attention.engine.scan import FLOOR, cummax
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Logs
@@ -27,16 +27,20 @@ def advance(q: Logs, keys: Logs, v: Tensor, state: LinearState, *, chunk: int) -
 
     Traced code, which may not ask what the numbers are, takes all chunks feature by feature.
     """
-    numerator, denominator, *after = _OPAQUE(q.logs, keys.logs, v, *state, chunk)
+    numerator, denominator, *after = _CHUNKS(q.logs, keys.logs, v, *state, chunk=chunk)
     return Sums(numerator, denominator), LinearState(*after)
 
 
-def _parts(a: Tensor, b: Tensor, v: Tensor, kv: Tensor, k: Tensor, log_scale: Tensor, chunk: int) -> tuple[Tensor, ...]:
+def _parts(
+    a: Tensor, b: Tensor, v: Tensor, kv: Tensor, k: Tensor, log_scale: Tensor, *, chunk: int
+) -> tuple[Tensor, ...]:
     sums, state = _advance(Logs(a), Logs(b), v, LinearState(kv, k, log_scale), chunk, by_feature=traced())
     return *sums, *state
 
 
-def _empty(a: Tensor, b: Tensor, v: Tensor, kv: Tensor, k: Tensor, log_scale: Tensor, chunk: int) -> tuple[Tensor, ...]:
+def _empty(
+    a: Tensor, b: Tensor, v: Tensor, kv: Tensor, k: Tensor, log_scale: Tensor, *, chunk: int
+) -> tuple[Tensor, ...]:
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (a, b, v)))
     sums = v.new_empty(*lead, *v.shape[-2:]), v.new_empty(*lead, v.shape[-2])
     state = (
@@ -47,7 +51,7 @@ def _empty(a: Tensor, b: Tensor, v: Tensor, kv: Tensor, k: Tensor, log_scale: Te
     return *sums, *state
 
 
-_OPAQUE = Opaque(_parts, _empty)
+_CHUNKS = Operation(_parts, empty=_empty)
 
 
 def one_chunk(q: Logs, keys: Logs, v: Tensor) -> Sums | None:

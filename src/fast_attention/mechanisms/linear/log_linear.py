@@ -17,13 +17,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.blocks import pad_length
 from fast_attention.engine.heads import by_head
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting
 from fast_attention.feature_maps.features import FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.traits import PLAIN
 from fast_attention.value import at_least
 
 BLOCK = 64  # tokens whose pairs are taken: a power of two
@@ -179,6 +180,7 @@ class LogLinearAttention(Attention[LevelWeights, FenwickState]):
         formula="sum_l softplus(b_l + r_l . q_t) phi(q_t) S_t^(l), S^(l) sums phi(k_j) v_j^T over a Fenwick split",
         cost="n log(n) m d",
         order=1.0,
+        gpu=PLAIN,
         causal=True,
         bidirectional=False,
         padding=True,
@@ -201,7 +203,7 @@ class LogLinearAttention(Attention[LevelWeights, FenwickState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: LevelWeights, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """``attend`` of the features."""
-        dispatch.record("pairs in blocks, sums of blocks level by level", "causal", block=BLOCK)
+        trace.record("pairs in blocks, sums of blocks level by level", "causal", block=BLOCK)
         keys = masks.drop(self.feature_map(k), key_mask)
         return attend(self.feature_map(q), keys, v, w.of(q))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fast_attention.engine.heads import by_head
 from fast_attention.engine.numerics import bounded
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.feature_maps.features import Relu
@@ -20,6 +20,7 @@ from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_attention import LinearAttention
 from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
 
@@ -55,6 +56,7 @@ class T2R(Kernelised[Layer]):
         formula="linear attention, phi(x) = max(W x + b, 0) with W and b learned",
         cost="n m d",
         order=1.0,
+        gpu=KERNELS,
         causal=True,
         padding=True,
         cross=True,
@@ -79,7 +81,6 @@ class T2R(Kernelised[Layer]):
 
         return features, features
 
-    @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Layer, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Linear attention of the layer's numbers, of which the map takes each by itself."""
         return _attend(q, k, v, key_mask, *w, is_causal=is_causal, eps=float(self.eps))
@@ -92,12 +93,15 @@ class T2R(Kernelised[Layer]):
         return _elementwise(self.eps).advance(w(q), w(k), v, (), state, key_mask=key_mask)
 
 
-@opaque(like_queries)
-def _attend(
+def layered(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor, bias: Tensor, *, is_causal: bool, eps: float
 ) -> Tensor:
+    """Linear attention of a layer's numbers."""
     w = Layer(rows, bias)
     return _elementwise(eps).attend(w(q), w(k), v, (), is_causal=is_causal, key_mask=key_mask)
+
+
+_attend = Operation(layered, compute=torch.float32, empty=like_queries)
 
 
 def _elementwise(eps: float) -> LinearAttention:

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import advancing, dispatch, masks, summed
+from fast_attention.engine import advancing, masks, summed, trace
 from fast_attention.engine.chunks import sum_to_width, visible_counts, vjp
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.operation import Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
@@ -29,6 +29,7 @@ from fast_attention.mechanisms.linear import reference as linear
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.log_manhattan import reference
 from fast_attention.mechanisms.log_manhattan.reference import KeySums, LogSettings, log_sums
+from fast_attention.traits import SUMS
 from fast_attention.value import at_least, one_of
 
 Score = Literal["channel", "sum", "logdot"]
@@ -69,14 +70,15 @@ def log_attention(
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, settings: LogSettings, *, fixed: bool) -> Tensor:
     """``reference.log_sums``; ``fixed`` scores hold nothing to learn, so that the backward pass may map again."""
-    why = dispatch.obstacle(q, k, v, even=True) if fixed else "a map with something to learn"
-    if not why and settings.is_causal and q.shape[-2] != k.shape[-2]:
-        why = "causal, and not as many queries as keys"
-    if why:
-        dispatch.record("whole tensors at a time", why)
-        return log_sums(q, k, v, key_mask, settings=settings)
-    summed.record(v, is_causal=settings.is_causal)
-    return _RULE(q, k, v, key_mask, settings=settings)
+    if fixed:
+        return _SUMS(q, k, v, key_mask, settings=settings)
+    trace.record("whole tensors at a time", "a map with something to learn")
+    return log_sums(q, k, v, key_mask, settings=settings)
+
+
+def _uneven(q: Tensor, k: Tensor, *others: Any, settings: LogSettings) -> str:
+    uneven = settings.is_causal and q.shape[-2] != k.shape[-2]
+    return "causal, and not as many queries as keys" if uneven else ""
 
 
 class _Log:
@@ -152,7 +154,9 @@ def _backward(
     return *d_inputs, None
 
 
-_RULE = CustomGradient(log_sums, _forward, _backward)
+_SUMS = Operation(
+    log_sums, cpu=summed.fast(_forward, _backward, values=2, serves=_uneven, even=3), path="whole tensors at a time"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -209,6 +213,7 @@ class LogAttention(Attention[tuple[()], States]):
             formula="log h(q_i) S0 + S1, b = log h(k)" if self.normalize == "none" else formula,
             cost="n d^2" if dot else "n d",
             order=1.0,
+            gpu=SUMS,
             reads="kv" if softmax and not dot else "qkv",
             causal=True,
             padding=True,
@@ -225,12 +230,12 @@ class LogAttention(Attention[tuple[()], States]):
         if is_causal and self.normalize == "softmax" and advancing.worthwhile(q, k, v):
             return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
         if self.score == "logdot":
-            dispatch.record("linear attention's plain form", "its fast passes take no map of this family")
+            trace.record("linear attention's plain form", "its fast passes take no map of this family")
             keys = linear.masked_keys(self.feature_map.features, k, key_mask)
             return in_range.attend(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
         if self.normalize == "softmax":
             path = "a sum for each past" if is_causal else "one sum for all queries"
-            dispatch.record(path, "the softmax cancels the queries")
+            trace.record(path, "the softmax cancels the queries")
             rows = (pool.running if is_causal else pool.pooled)(*self._pool_terms(k, v, key_mask)).sums
             means = pool.mean(rows, v.shape[-1])
             return pool.last_rows(means, q.shape[-2]) if is_causal else means.expand(*q.shape[:-1], -1).contiguous()

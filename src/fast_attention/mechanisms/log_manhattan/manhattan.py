@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import advancing, dispatch, masks, summed
+from fast_attention.engine import advancing, masks, summed, trace
 from fast_attention.engine.chunks import RunningSum, first_visible, sum_to_width, visible_counts, vjp
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.operation import Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
@@ -33,6 +33,7 @@ from fast_attention.mechanisms.aft import reference as pool
 from fast_attention.mechanisms.log_manhattan import reference, sorting
 from fast_attention.mechanisms.log_manhattan.reference import Differences, ManhattanSettings, manhattan_sums
 from fast_attention.mechanisms.log_manhattan.sorting import Distance, PastKeys, appended, pair_sums
+from fast_attention.traits import SUMS
 from fast_attention.value import at_least, one_of
 
 Normalize = Literal["mean", "none", "l1"]
@@ -65,12 +66,10 @@ def manhattan_attention(
 
 def manhattan(k: Tensor, v: Tensor, key_mask: Tensor | None, settings: ManhattanSettings, *, fixed: bool) -> Tensor:
     """``reference.manhattan_sums``, ``fixed`` as for ``log_attention``."""
-    why = dispatch.obstacle(k, v, even=True) if fixed else "a map with something to learn"
-    if why:
-        dispatch.record("whole tensors at a time", why)
-        return manhattan_sums(k, v, key_mask, settings=settings)
-    summed.record(v, is_causal=settings.is_causal)
-    return _RULE(k, v, key_mask, settings=settings)
+    if fixed:
+        return _SUMS(k, v, key_mask, settings=settings)
+    trace.record("whole tensors at a time", "a map with something to learn")
+    return manhattan_sums(k, v, key_mask, settings=settings)
 
 
 class _Manhattan:
@@ -155,7 +154,9 @@ def _backward(
     return dk, dv if key_mask is None else dv.masked_fill_(~key_mask[..., None], 0.0), None
 
 
-_RULE = CustomGradient(manhattan_sums, _forward, _backward)
+_SUMS = Operation(
+    manhattan_sums, cpu=summed.fast(_forward, _backward, values=1, even=2), path="whole tensors at a time"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,6 +216,7 @@ class Manhattan(Attention[tuple[()], States]):
             formula=f"{'' if self.distance == 'laplacian' else 'k_i v_i + '}sum_j {terms[self.distance]} v_j",
             cost="n d" if self._linear else "n log n d (causal: n log^2 n d)",
             order=1.0,
+            gpu=SUMS,
             reads="kv" if self.query_dim == 0 else "qkv",
             causal=True,
             padding=True,

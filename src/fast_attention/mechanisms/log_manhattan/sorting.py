@@ -21,10 +21,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
 from fast_attention.engine.blocks import join, split
-from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.decay import decayed_sums, spread
+from fast_attention.engine.operation import Fast, Operation, always
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.mechanisms.log_manhattan import reference
 
@@ -111,12 +110,7 @@ def pair_sums(
 
 
 def _over_all(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
-    why = _against(l, x, sums)
-    if not why:
-        dispatch.record("one sort of each channel, sums along it, scattered back", "closed form in sorted order")
-        return (_ABSOLUTE if sums is absolute else _LAPLACIAN)(l, x)
-    dispatch.record("sorted and sorted back", why)
-    return _plain(l, x, sums)
+    return (_ABSOLUTE if sums is absolute else _LAPLACIAN)(l, x)
 
 
 NUMBERS = 1 << 18  # sorted at a time
@@ -208,12 +202,9 @@ def _scatter(out: Tensor, order: Tensor, y: Tensor) -> None:
     out.copy_(torch.empty_like(y).scatter_(-1, order.expand(y.shape), y))
 
 
-def _against(l: Tensor, x: Tensor, sums: Sums) -> str:
+def _far_apart(l: Tensor, x: Tensor) -> str:
     """Why there is no closed form; empty where there is one."""
-    why = dispatch.obstacle(l, x, even=True)
-    if why or sums is absolute or in_range(l):
-        return why
-    return "log keys so far apart that sums need a running log scale"
+    return "" if in_range(l) else "log keys so far apart that sums need a running log scale"
 
 
 def _plain(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
@@ -223,12 +214,16 @@ def _plain(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
     return sums(l.gather(-2, order), x.gather(-2, there)).gather(-2, back)
 
 
-def _rule(sums: Sums, kind: Kind) -> CustomGradient:
-    forward, backward = partial(sorted_forward, kind=kind), partial(sorted_backward, kind=kind)
-    return CustomGradient(partial(_plain, sums=sums), forward, backward)
+def _operation(sums: Sums, kind: Kind, serves: Callable[..., str] = always) -> Operation:
+    fast = Fast(
+        partial(sorted_forward, kind=kind), partial(sorted_backward, kind=kind), even=2,
+        path="one sort of each channel, sums along it, scattered back", why="closed form in sorted order",
+        serves=serves,
+    )  # fmt: skip
+    return Operation(partial(_plain, sums=sums), cpu=fast, path="sorted and sorted back")
 
 
-_ABSOLUTE, _LAPLACIAN = _rule(absolute, "absolute"), _rule(laplacian, "laplacian")
+_ABSOLUTE, _LAPLACIAN = _operation(absolute, "absolute"), _operation(laplacian, "laplacian", serves=_far_apart)
 
 
 def _over_past(l: Tensor, x: Tensor, sums: Sums) -> Tensor:

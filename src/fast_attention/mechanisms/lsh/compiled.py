@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fast_attention import core
-from fast_attention.engine import dispatch
-from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.opaque import opaque
+from fast_attention.engine import trace
+from fast_attention.engine.operation import Fast, Operation, obstacle
 from fast_attention.mechanisms.lsh.reference import SHORTEST, Codes, Rules, Tokens, hashed_softmax
 from fast_attention.mechanisms.lsh.reference import buckets as reference_buckets
 
 MOST = 2**31 - 1  # tokens of a sequence, buckets of a round and codes are 32-bit integers
 
 
-def obstacle(q: Tensor, v: Tensor, number: int) -> str:
-    """Why the core does not compute this call; empty where it does."""
-    if why := dispatch.obstacle(q, v, even=True):
-        return why
+def against(q: Tensor, v: Tensor, *others: Tensor, number: int, **settings: Any) -> str:
+    """Why the core does not compute a call of ordinary tensors of a CPU; empty where it does."""
     if q.dtype == torch.float64:
         return "float64"
     if 2 * number + q.shape[-2] >= MOST:
@@ -28,7 +27,7 @@ def obstacle(q: Tensor, v: Tensor, number: int) -> str:
 
 def buckets(q: Tokens, rotations: Tensor, sizes: tuple[int, ...], number: int) -> Codes:
     """``reference.buckets``, where the core serves in one product and no other operation of torch."""
-    if obstacle(q, q, number):
+    if obstacle(q) or against(q, q, number=number):
         return reference_buckets(q, rotations, sizes)
     tokens, rounds = _four_axes(q), rotations.shape[1]
     found = torch.empty(*q.shape[:-2], rounds, q.shape[-2], dtype=torch.int32)
@@ -37,8 +36,7 @@ def buckets(q: Tokens, rotations: Tensor, sizes: tuple[int, ...], number: int) -
     return found
 
 
-@opaque(lambda q, v, *others, **numbers: torch.empty_like(v, memory_format=torch.contiguous_format))
-def hashed_attention(
+def softmax_of_hashed(
     q: Tokens, v: Tokens, bucket: Codes,
     *, number: int, size: int, ranked: bool, across: bool, is_causal: bool, distinct: bool, scale: float,
 ) -> Tokens:  # fmt: skip
@@ -47,16 +45,10 @@ def hashed_attention(
     Bucket ``number`` holds what is masked: it neither is seen nor gets an output that means anything. Numbers as in
     ``Rules``.
     """
-    rules = Rules(number, size, ranked, across, is_causal, distinct, scale)
-    if why := obstacle(q, v, number):
-        dispatch.record("banded products over sorted tokens", why, chunk=size)
-        return hashed_softmax(q, v, bucket, rules=rules)
-    why = "tokens of one bucket stay in cache"
-    dispatch.record(f"{dispatch.CORE}: chunks of hashed tokens", why, chunk=size, rounds=bucket.shape[-2])
-    return _HASHED(q, v, bucket, rules=rules)
+    return hashed_softmax(q, v, bucket, rules=Rules(number, size, ranked, across, is_causal, distinct, scale))
 
 
-def forward(q: Tensor, v: Tensor, bucket: Tensor, *, keep: bool, rules: Rules) -> tuple[Tensor, tuple[Tensor, ...]]:
+def forward(q: Tensor, v: Tensor, bucket: Tensor, *, keep: bool, **numbers: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs (..., L, Ev); orders and codes of all rounds, lengths and normalisers of the queries."""
     a, b = _four_axes(q), _four_axes(v)
     codes = bucket.to(torch.int32).reshape(*a.shape[:2], *bucket.shape[-2:]).contiguous()
@@ -64,19 +56,19 @@ def forward(q: Tensor, v: Tensor, bucket: Tensor, *, keep: bool, rules: Rules) -
     lengths, logs = torch.empty(2, *a.shape[:-1], dtype=torch.float32).unbind()
     out = torch.empty(b.shape, dtype=b.dtype)
     kept = (order, arranged, lengths, logs)
-    torch.ops.fast_attention_core.lsh_forward(a, b, codes, *_settings(rules), *kept, out)
+    torch.ops.fast_attention_core.lsh_forward(a, b, codes, *_settings(Rules(**numbers)), *kept, out)
     return out.view(v.shape), kept if keep else ()
 
 
 def backward(
     inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
-    *, rules: Rules
+    **numbers: Any,
 ) -> tuple[Tensor, Tensor, None]:  # fmt: skip
     """Gradients of q and v, from weights computed again."""
     (q, v, _), out, grad_out = inputs, outputs[0], gradients[0]
     a, b, out, grad_out = (_four_axes(x) for x in (q, v, out, grad_out))
     dq, dv = torch.empty(a.shape, dtype=a.dtype), torch.empty(b.shape, dtype=b.dtype)
-    torch.ops.fast_attention_core.lsh_backward(a, b, *_settings(rules), *kept, out, grad_out, dq, dv)
+    torch.ops.fast_attention_core.lsh_backward(a, b, *_settings(Rules(**numbers)), *kept, out, grad_out, dq, dv)
     return dq.view(q.shape), dv.view(v.shape), None
 
 
@@ -92,4 +84,14 @@ def _four_axes(x: Tensor) -> Tensor:
     return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
 
 
-_HASHED = CustomGradient(hashed_softmax, forward, backward)
+hashed_attention = Operation(
+    softmax_of_hashed,
+    cpu=Fast(
+        forward, backward, serves=against, even=2, path=f"{trace.CORE}: chunks of hashed tokens",
+        why="tokens of one bucket stay in cache",
+        sizes=lambda q, v, bucket, *, size, **numbers: {"chunk": size, "rounds": bucket.shape[-2]},
+    ),
+    empty=lambda q, v, *others, **numbers: torch.empty_like(v, memory_format=torch.contiguous_format),
+    path="banded products over sorted tokens",
+    sizes=lambda *tensors, size, **numbers: {"chunk": size},
+)  # fmt: skip

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import symbolic
 from fast_attention.gpu import flex, patterns
@@ -30,7 +30,7 @@ def obstacle(q: Tensor, v: Tensor, rounds: int) -> str:
     if q[..., 0, 0].numel() * (flex.rounded(q.shape[-2]) // flex.SIZE) ** 2 <= PAIRS:
         return ""
     why = f"more than {PAIRS} pairs of blocks in all rounds"
-    dispatch.unserved(q, why)
+    operation.unserved(q, why)
     return why
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.numerics import bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import replaced
@@ -25,6 +25,7 @@ from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.lsh import gpu
 from fast_attention.mechanisms.lsh.compiled import buckets, hashed_attention
 from fast_attention.mechanisms.lsh.reference import SHORTEST, Rules, Tokens, ranks
+from fast_attention.traits import SORTED
 from fast_attention.value import at_least, one_of
 
 Layout = Literal["ranked", "sorted"]
@@ -210,7 +211,7 @@ def _advance(
         return out, remember(keys, v, bucket, number=number, size=m.bucket_size)
     outs, owned = [], False  # a state is a value: the caller's stays as it is
     rows = (x.split(1, -2) for x in (m.scale * q, keys, v))
-    dispatch.record("token by token", "two chunks of each bucket and a log of the latest tokens are read", log=LOG)
+    trace.record("token by token", "two chunks of each bucket and a log of the latest tokens are read", log=LOG)
     for q1, k1, v1, bucket1, visible1 in zip(*rows, bucket.split(1, -1), visible.split(1, -1), strict=True):
         out, memory = step(q1, k1, v1, bucket1, visible1, memory, distinct=m.correct_duplicates)
         outs.append(out)
@@ -230,6 +231,7 @@ _TRAITS = Traits(
     formula="softmax over j near i in a bucket of h(x) = argmax [x R; -x R] of q_i q_j^T / |q_j|, times v",
     cost="n log n + h n (b d + h b)",
     order=1.0,
+    gpu=SORTED,
     reads="qv",
     causal=True,
     padding=True,

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
-from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine import trace
+from fast_attention.engine.operation import Fast, Operation
 
 BLOCK = 256  # rows: the triangle on the diagonal is multiplied whole
 
@@ -22,10 +22,10 @@ def affine(
     together: bool = False,
 ) -> Float[Tensor, "*batch rows width"]:
     """``W x + b`` along the tokens, in one pass over the result; ``together``: one call for all sequences."""
-    dispatch.record("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
-    if together or dispatch.obstacle(x):
-        return _affine_plain(W, x, b)
-    return _AFFINE(W, x, b)  # one product for each sequence: no gradient of W per sequence, to be summed
+    trace.record("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
+    return (_affine_plain if together else _AFFINE)(
+        W, x, b
+    )  # one product for each sequence: no gradient of W per sequence, to be summed
 
 
 def _affine_plain(W: Tensor, x: Tensor, b: Tensor) -> Tensor:
@@ -56,20 +56,10 @@ def _affine_backward(
     return dW if W.requires_grad else None, dx, gradients[0].sum(-1).reshape(-1, len(b)).sum(0)
 
 
-def lower(
+def triangle(
     W: Float[Tensor, "length length"], x: Float[Tensor, "*batch length width"]
 ) -> Float[Tensor, "*batch length width"]:
     """``tril(W) x``: token i is mixed out of tokens up to i."""
-    why = dispatch.obstacle(x)
-    if why or W.shape[0] <= 2 * BLOCK:
-        dispatch.record("the whole triangle in one product", why or "short")
-        return _lower_plain(W, x)
-    why = "a row of blocks ends at the diagonal: half the work"
-    dispatch.record("the triangle in blocks of rows", why, block=BLOCK)
-    return _LOWER(W, x)
-
-
-def _lower_plain(W: Tensor, x: Tensor) -> Tensor:
     return W.tril() @ x
 
 
@@ -115,5 +105,13 @@ def _blocks(W: Tensor) -> list[tuple[int, int]]:
     return [(i, min(i + BLOCK, len(W))) for i in range(0, len(W), BLOCK)]
 
 
-_LOWER = CustomGradient(_lower_plain, _lower_forward, _lower_backward)
-_AFFINE = CustomGradient(_affine_plain, _affine_forward, _affine_backward)
+lower = Operation(
+    triangle,
+    cpu=Fast(
+        _lower_forward, _lower_backward, serves=lambda W, x: "short" if W.shape[0] <= 2 * BLOCK else "",
+        path="the triangle in blocks of rows", why="a row of blocks ends at the diagonal: half the work",
+        sizes=lambda W, x: {"block": BLOCK},
+    ),
+    path="the whole triangle in one product",
+)  # fmt: skip
+_AFFINE = Operation(_affine_plain, cpu=Fast(_affine_forward, _affine_backward))

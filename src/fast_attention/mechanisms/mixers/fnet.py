@@ -9,18 +9,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
-from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.opaque import opaque
-from fast_attention.engine.precision import in_float32
+from fast_attention.engine.operation import Fast, Operation
 from fast_attention.mechanism import Mixer, Traits
+from fast_attention.traits import FOURIER
 from fast_attention.value import one_of
 
 Norm = Literal["backward", "ortho"]
 SMALL = 1 << 17  # numbers in a sequence up to which two whole FFTs, which threads share, beat half of one and copies
 
 
-@in_float32
 def fourier_mix(
     x: Float[Tensor, "*batch length width"], *, norm: Norm = "backward"
 ) -> Float[Tensor, "*batch length width"]:
@@ -33,14 +30,8 @@ def fourier_mix(
     return _mixed(x, ortho=norm == "ortho")
 
 
-@opaque(lambda x, *, ortho: torch.empty_like(x, memory_format=torch.contiguous_format))
-def _mixed(x: Tensor, *, ortho: bool) -> Tensor:
-    if not dispatch.obstacle(x) and _short(x):
-        dispatch.record("FFT over channels and tokens", "short: fewer steps save more than half of the spectrum")
-    else:
-        half = x.shape[-1] // 2 + 1
-        dispatch.record("rfft over channels, FFT over tokens", "half of the spectrum mirrors the other", columns=half)
-    return _MIX(x, norm="ortho" if ortho else "backward")
+def _norm(ortho: bool) -> str:
+    return "ortho" if ortho else "backward"
 
 
 def _short(x: Tensor) -> bool:
@@ -48,17 +39,17 @@ def _short(x: Tensor) -> bool:
     return x.shape[-2] * x.shape[-1] <= SMALL
 
 
-def _plain(x: Tensor, *, norm: str) -> Tensor:
+def half_spectrum(x: Tensor, *, ortho: bool) -> Tensor:
+    """Half of the spectrum over tokens, and the other half mirrored."""
+    norm = _norm(ortho)
     half = torch.fft.fft(torch.fft.rfft(x, dim=-1, norm=norm), dim=-2, norm=norm).real
     mirrored = half[..., 1 : (x.shape[-1] + 1) // 2].flip(-2, -1).roll(1, -2)
     return torch.cat([half, mirrored], -1)
 
 
-def _forward(x: Tensor, *, norm: str, keep: bool) -> tuple[Tensor, tuple[()]]:
+def _forward(x: Tensor, *, ortho: bool, keep: bool) -> tuple[Tensor, tuple[()]]:
     """Transform channels and tokens; on a CPU sequence by sequence, as it transposes and flips whole matrices fast."""
-    length, width = x.shape[-2:]
-    if dispatch.obstacle(x):
-        return _plain(x, norm=norm), ()
+    (length, width), norm = x.shape[-2:], _norm(ortho)
     if _short(x):
         return torch.fft.fft(torch.fft.fft(x, dim=-1, norm=norm), dim=-2, norm=norm).real, ()
     out, half, end = torch.empty_like(x, memory_format=torch.contiguous_format), width // 2 + 1, (width + 1) // 2
@@ -71,12 +62,31 @@ def _forward(x: Tensor, *, norm: str, keep: bool) -> tuple[Tensor, tuple[()]]:
     return out, ()
 
 
-def _backward(inputs: Any, outputs: Any, kept: Any, gradients: tuple[Tensor, ...], *, norm: str) -> tuple[Tensor]:
+def _backward(inputs: Any, outputs: Any, kept: Any, gradients: tuple[Tensor, ...], *, ortho: bool) -> tuple[Tensor]:
     """Transform the gradient: the matrix cos(2 pi (m l / n + h k / d)) is symmetric."""
-    return (_forward(gradients[0], norm=norm, keep=False)[0],)
+    return (_forward(gradients[0], ortho=ortho, keep=False)[0],)
 
 
-_MIX = CustomGradient(_plain, _forward, _backward)
+def _path(x: Tensor, *, ortho: bool) -> str:
+    return "FFT over channels and tokens" if _short(x) else "rfft over channels, FFT over tokens"
+
+
+def _why(x: Tensor, *, ortho: bool) -> str:
+    short = "short: fewer steps save more than half of the spectrum"
+    return short if _short(x) else "half of the spectrum mirrors the other"
+
+
+_mixed = Operation(
+    half_spectrum,
+    cpu=Fast(
+        _forward, _backward, path=_path, why=_why,
+        sizes=lambda x, **settings: {} if _short(x) else {"columns": x.shape[-1] // 2 + 1},
+    ),
+    compute=torch.float32,
+    empty=lambda x, *, ortho: torch.empty_like(x, memory_format=torch.contiguous_format),
+    path="rfft over channels, FFT over tokens",
+    sizes=lambda x, **settings: {"columns": x.shape[-1] // 2 + 1},
+)  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,6 +107,7 @@ class FNet(Mixer[tuple[()], tuple[()]]):
         formula="Re FFT_tokens(FFT_channels(x))",
         cost="n d (log n + log d)",
         order=1.0,
+        gpu=FOURIER,
         reads="x",
         matrix=False,
     )

@@ -10,13 +10,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.heads import short
 from fast_attention.engine.numerics import bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.mechanisms.mixers.fast import affine, lower
+from fast_attention.traits import TOKENS
 from fast_attention.value import at_least
 
 
@@ -94,7 +95,7 @@ def tiny_attention(
     mask: Tensor | None,
 ) -> Float[Tensor, "*batch length a"]:  # fmt: skip
     """``softmax(q k^T / sqrt(a)) v``: one head of width a, from the block's input."""
-    dispatch.record("a small head with all its scores at once", "added to the gate, under a mask", width=q.shape[-1])
+    trace.record("a small head with all its scores at once", "added to the gate, under a mask", width=q.shape[-1])
     q, k = bounded(q), bounded(k)
     return masks.masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, mask) @ v
 
@@ -121,6 +122,7 @@ class GMLP(Mixer[GatedMLP, tuple[()]]):
         formula="(Z1 * (W LN(Z2) + b)) V, [Z1, Z2] = gelu(x U)",
         cost="n^2 e/2 + n d e, e the hidden width",
         order=2.0,
+        gpu=TOKENS,
         reads="x",
         causal=True,
         padding=True,

@@ -16,6 +16,7 @@ from fast_attention.engine.heads import short
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.mechanisms.mixers.fast import affine, lower
+from fast_attention.traits import TOKENS
 from fast_attention.value import at_least
 
 
@@ -74,6 +75,7 @@ class MLPMixer(Mixer[TokenMLP, tuple[()]]):
             formula="W2 gelu(W1 x + b1) + b2, over tokens",
             cost="n^2 d" if square else "n s d, s hidden units",
             order=2.0 if square else 1.0,
+            gpu=TOKENS,
             reads="x",
             causal=square,
             padding=True,

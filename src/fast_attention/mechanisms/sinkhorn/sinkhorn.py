@@ -14,16 +14,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks, tiles
+from fast_attention.engine import masks, tiles, trace
 from fast_attention.engine.blocks import join, split
 from fast_attention.engine.fused import fused_attention, open_attention
 from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting, symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.sinkhorn.sorting import SortNet, block_permutation, sort_blocks, sort_net, split_keys
+from fast_attention.traits import BLOCKS, FUSED
 from fast_attention.value import at_least
 
 
@@ -81,7 +82,20 @@ def _plan(q: Tensor, k: Tensor, *, size: int, start: int, is_causal: bool) -> ti
     return _tiles_beside(q.shape[-2], k.shape[-2], size, start, is_causal)
 
 
-_compiled = tiles.operation(beside, _plan)
+def _short(q: Tensor, k: Tensor, *others: Any, **settings: Any) -> str:
+    own = k[..., : k.shape[-2] - q.shape[-2], :]  # behind them are the sorted ones
+    return "many short sequences" if short(own) else ""
+
+
+_beside = tiles.operation(
+    beside,
+    _plan,
+    path="products over own and sorted block",
+    name="softmax in tiles over own and sorted block",
+    why="no sorted position is masked or padded",
+    sizes=lambda *tensors, size, **settings: {"block": size},
+    serves=_short,
+)
 
 
 def masked_softmax(
@@ -102,8 +116,7 @@ def masked_softmax(
     return masks.masked_softmax(scores, mask) @ torch.cat([best.v, v[..., first:, :, :]], -2)
 
 
-@opaque(like_queries)
-def own_and_sorted(
+def own_and_sorted_softmax(
     q: Tensor, S: Tensor, k: Tensor, v: Tensor, visible: Tensor, *,
     first: int, is_causal: bool, any_masked: bool, length: int, lead: int,
 ) -> Tensor:  # fmt: skip
@@ -114,8 +127,11 @@ def own_and_sorted(
     if not symbolic() and not any_masked and lead == 0 and (is_causal or length % q.shape[-2] == 0):
         return sorted_softmax(q, S, k, v, first=first, is_causal=is_causal)
     why = "masked or padded positions are sorted too"
-    dispatch.record("products over own and sorted block", why, block=k.shape[-2])
+    trace.record("products over own and sorted block", why, block=k.shape[-2])
     return masked_softmax(q, S, k, v, visible, first=first, is_causal=is_causal, lead=lead)
+
+
+own_and_sorted = Operation(own_and_sorted_softmax, empty=like_queries)
 
 
 def sorted_softmax(
@@ -133,16 +149,8 @@ def sorted_softmax(
         torch.cat([x.flatten(-3, -2), (S @ x.flatten(-2)).unflatten(-1, x.shape[-2:]).flatten(-3, -2)], -2)
         for x in (k, v)
     )
-    why = tiles.unsupported(q, k, v)
-    if not why and short(k.flatten(-3, -2)):
-        why = "many short sequences"
-    path = (
-        "products over own and sorted block" if why else f"{dispatch.CORE}: softmax in tiles over own and sorted block"
-    )
-    dispatch.record(path, why or "no sorted position is masked or padded", block=size)
     settings: Any = {"size": size, "start": first * size, "is_causal": is_causal, "scale": q.shape[-1] ** -0.5}
-    rows = q.flatten(-3, -2)
-    out = beside(rows, keys, values, **settings) if why else _compiled(rows, keys, values, *[None] * 4, **settings)
+    out = _beside(q.flatten(-3, -2), keys, values, *[None] * 4, **settings)
     return out.unflatten(-2, q.shape[-3:-1])
 
 
@@ -216,13 +224,13 @@ def sortcut_attention(
     best = sort_blocks(S, keys, values, visible)
     if not symbolic() and key_mask is None and k.shape[-2] % block_size == 0:
         why = "no sorted position is masked or padded"
-        dispatch.record("fused softmax over the kept blocks", why, block=block_size, budget=budget)
+        trace.record("fused softmax over the kept blocks", why, block=block_size, budget=budget)
         kept, content = (
             x.flatten(-3, -2)[..., : min(budget, keys.shape[-3]) * block_size, :] for x in (best.k, best.v)
         )
         return fused_attention(q, kept, content)
     why = "masked or padded positions are sorted too"
-    dispatch.record("products over the kept blocks", why, block=block_size, budget=budget)
+    trace.record("products over the kept blocks", why, block=block_size, budget=budget)
     scores = q @ best.k.flatten(-3, -2).mT * q.shape[-1] ** -0.5 + best.log_fraction.flatten(-2)[..., None, :]
     weights = masks.masked_softmax(scores, best.visible.flatten(-2)[..., None, :])
     return weights @ best.v.flatten(-3, -2)
@@ -263,6 +271,7 @@ class Sinkhorn(_Sorting):
         formula="softmax(q [(S K)_i, K_i]^T / sqrt(d)) [(S V)_i, V_i] for block i, S = sinkhorn(sum(K) P)",
         cost="n b d + n^2 d / b",
         order=2.0,
+        gpu=BLOCKS,
         causal=True,
         padding=True,
         memory="growing",
@@ -305,6 +314,7 @@ class SortCut(_Sorting):
         formula="softmax(q (S K)_cut^T / sqrt(d)) (S V)_cut, S = sinkhorn(sum(K) P)",
         cost="n c b d + n^2 / b^2",
         order=2.0,
+        gpu=FUSED,
         padding=True,
         cross=True,
         positions="absolute",

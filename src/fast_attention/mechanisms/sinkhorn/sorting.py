@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks, trace
 from fast_attention.engine.blocks import narrow, split, split_mask
 from fast_attention.engine.numerics import no_less
 from fast_attention.engine.tracing import traced
@@ -56,11 +56,9 @@ def soft_permutation(
     if iterations > 0 and not traced():
         S = scores.softmax(-1)
         if bool(mask.all()) and bool((S.detach() > SMALLEST).all()):
-            dispatch.record(
-                "balancing by factors", "every block takes part, and no score is extreme", rounds=iterations
-            )
+            trace.record("balancing by factors", "every block takes part, and no score is extreme", rounds=iterations)
             return _balanced(S, iterations)
-        dispatch.record("balancing by logarithms", "a block is masked, or a score is extreme", rounds=iterations)
+        trace.record("balancing by logarithms", "a block is masked, or a score is extreme", rounds=iterations)
     scores = scores - _log_sum(scores, mask, -1)
     for rounds in range(iterations):
         if rounds > 0:

@@ -4,75 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch, offsets, tiles
-from fast_attention.engine.offsets import Positions
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine import offsets, tiles, trace
+from fast_attention.engine.offsets import Positions, Terms
+from fast_attention.engine.operation import Fast, like_queries
+from fast_attention.gpu import flex, patterns
 from fast_attention.mechanisms.sparse import reference
 
 
-def banded_softmax(
-    q: Float[Tensor, "*batch length width"],
-    k: Float[Tensor, "*batch keys width"],
-    v: Float[Tensor, "*batch keys values"],
-    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
-    attn_mask: Tensor | None = None,
-    *,
-    left: int,
-    right: int,
-    size: int = 0,
-    is_causal: bool = False,
-    block: int = 0,
-    dropout: float = 0.0,
-    scale: float | None = None,
-    bias: Positions | None = None,
-    sinks: Float[Tensor, "heads"] | None = None,
-) -> Float[Tensor, "*batch length values"]:
-    """Softmax attention of the keys near each query, which stands at position i + keys - length.
+def near(
+    q: Tensor, k: Tensor, *, left: int, right: int, size: int = 0, is_causal: bool = False, block: int = 0,
+    scale: float | None, bias: Positions | None,
+) -> tuple[Terms | tuple[None, None], dict[str, Any]]:  # fmt: skip
+    """What scores gain by offsets, and the settings of softmax over the keys near each query.
 
     Args:
-        q: Queries.
+        q: Queries, which stand at position i + keys - length.
         k: Keys.
-        v: Values.
-        key_mask: Keys that may be seen.
-        attn_mask: A mask of all pairs; the reference takes it.
         left: Keys before the query that it sees, or with ``size`` blocks before its own.
         right: Keys behind it, or blocks behind its own.
         size: Keys of a block, counted from the first key; 0: the window moves with the query.
         is_causal: Whether later keys of a block are hidden; a window's ``right`` is 0 then.
         block: Queries that share a slice of keys in the reference; 0: as many as are fast.
-        dropout: Probability with which a weight is dropped; the reference does it.
         scale: Factor on the dot products; None means 1/sqrt(width).
         bias: What scores gain by offsets.
-        sinks: A logit of each head without a value.
     """
-    factor, (length, keys) = float(q.shape[-1] ** -0.5 if scale is None else scale), (q.shape[-2], k.shape[-2])
     low, high = (-left, right) if size == 0 else (-(left + 1) * size + 1, (right + 1) * size - 1)
-    terms = offsets.between(bias, low, high - low + 1, q)
-    band: Any = {"left": left, "right": right, "size": size, "is_causal": is_causal, "block": block}
-    settings = {**band, "scale": factor, "first": low + keys - length}
-    if attn_mask is None and dropout == 0.0:
-        return _banded(q, k, v, key_mask, *terms, sinks, **settings)
-    dispatch.record("softmax in blocks", "dropout" if attn_mask is None else "a mask of the caller's")
-    return reference.banded_softmax(
-        q, k, v, key_mask, *terms, sinks, attn_mask=attn_mask, dropout=dropout, **settings
-    )  # fmt: skip
+    return offsets.between(bias, low, high - low + 1, q), {
+        "left": left, "right": right, "size": size, "is_causal": is_causal, "block": block,
+        "scale": float(q.shape[-1] ** -0.5 if scale is None else scale), "first": low + k.shape[-2] - q.shape[-2],
+    }  # fmt: skip
 
 
-@opaque(like_queries)
-def _banded(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, *, left: int, right: int, size: int, is_causal: bool, block: int, scale: float, first: int,
+def masked_softmax(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Tensor | None, attn_mask: Tensor | None,
+    dropout: float, **settings: Any,
 ) -> Tensor:  # fmt: skip
-    settings: Any = {"left": left, "right": right, "size": size, "is_causal": is_causal, "block": block}
-    settings |= {"scale": scale, "first": first}
-    if why := tiles.unsupported(q, k, v):
-        dispatch.record("softmax in blocks", why)
-        return reference.banded_softmax(q, k, v, key_mask, numbers, vectors, sinks, **settings)
-    dispatch.record(f"{dispatch.CORE}: softmax in tiles", "only keys near a block of queries are seen")
-    return _compiled(q, k, v, key_mask, numbers, vectors, sinks, **settings)
+    """``banded_softmax`` under a mask of all pairs, with dropout, or both."""
+    trace.record("softmax in blocks", "dropout" if attn_mask is None else "a mask of the caller's")
+    return reference.banded_softmax(q, k, v, key_mask, *others, attn_mask=attn_mask, dropout=dropout, **settings)
 
 
 def _plan(q: Tensor, k: Tensor, *, left: int, right: int, size: int, is_causal: bool, block: int) -> tiles.Plan:
@@ -82,4 +53,29 @@ def _plan(q: Tensor, k: Tensor, *, left: int, right: int, size: int, is_causal: 
     return tiles.blocks(length, keys, size, left, right, is_causal)
 
 
-_compiled = tiles.operation(reference.banded_softmax, _plan)
+def _serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: Tensor | None, **settings: Any) -> str:
+    """Why FlexAttention does not compute a call."""
+    if any(x is not None for x in added):
+        return "positions or sinks add to the scores"
+    return patterns.against(q, k, v, key_mask)
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: None, left: int, right: int, size: int,
+    is_causal: bool, block: int, scale: float, first: int,
+) -> Tensor:  # fmt: skip
+    if size == 0:
+        near = patterns.window(q, k, left=left, right=right)
+    else:
+        near = patterns.blocks(q, k, size, before=left, after=right, is_causal=is_causal)
+    return flex.attend(q, k, v, near, key_mask, scale=scale)
+
+
+banded_softmax = tiles.operation(
+    reference.banded_softmax,
+    _plan,
+    path="softmax in blocks",
+    why="only keys near a block of queries are seen",
+    cuda=Fast(_flex, None, serves=_serves),
+    empty=like_queries,
+)

@@ -26,6 +26,7 @@ from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.gathered import gathered_softmax
 from fast_attention.mechanisms.sparse.pattern import pattern
 from fast_attention.mechanisms.sparse.reference import take
+from fast_attention.traits import FLEX
 from fast_attention.value import at_least
 
 
@@ -182,6 +183,7 @@ class BigBird(Biased, Attention[Seeds, None]):  # type: ignore[reportIncompatibl
         formula="softmax over window, random and global blocks of q_i k_j^T / sqrt(d), times v",
         cost="n b (w + r + g) d",
         order=1.0,
+        gpu=FLEX,
         causal=True,
         padding=True,
         rotary=True,

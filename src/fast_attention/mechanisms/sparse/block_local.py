@@ -18,10 +18,10 @@ from fast_attention.engine.heads import viewed
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import symbolic
-from fast_attention.gpu import flex, patterns
+from fast_attention.gpu import patterns
 from fast_attention.mechanism import MaskedAttention
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.sparse.banded import banded_softmax
+from fast_attention.mechanisms.sparse import banded
 from fast_attention.mechanisms.sparse.local import TRAITS
 from fast_attention.value import at_least
 
@@ -56,13 +56,13 @@ def block_local_attention(
             bias=bias, sinks=sinks,
         )  # fmt: skip
     before, after = smaller(before, keys // block_size), 0 if is_causal else smaller(after, length // block_size + 1)
-    if bias is None and sinks is None and not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
-        near = patterns.blocks(q, k, block_size, before=before, after=after, is_causal=is_causal)
-        return flex.attend(q, k, v, near, key_mask, scale=scale)
-    return banded_softmax(
-        q, k, v, key_mask, attn_mask, left=before, right=after, size=block_size, is_causal=is_causal, dropout=dropout,
-        scale=scale, bias=bias, sinks=sinks,
-    )  # fmt: skip
+    terms, settings = banded.near(
+        q, k, left=before, right=after, size=block_size, is_causal=is_causal, scale=scale, bias=bias
+    )
+    if attn_mask is None and dropout == 0.0:
+        return banded.banded_softmax(q, k, v, key_mask, *terms, sinks, **settings)
+    masked: Any = {"attn_mask": attn_mask, "dropout": dropout}
+    return banded.masked_softmax(q, k, v, key_mask, *terms, sinks, **masked, **settings)
 
 
 @lru_cache(256)

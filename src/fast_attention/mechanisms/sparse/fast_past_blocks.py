@@ -13,11 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks
 from fast_attention.engine.blocks import pad_length, split_mask
-from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.heads import short
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation, Tensors, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tiles import shares, sink_gradient
 from fast_attention.engine.workspace import Workspace
@@ -260,24 +259,44 @@ def _backward(
     return dq, dk[..., :length, :], dv[..., :length, :], None, None, d_sinks
 
 
-_fast = in_float32(CustomGradient(past_blocks.chosen_softmax, _forward, _backward))
+_fast = Operation(past_blocks.chosen_softmax, cpu=Fast(_forward, _backward), compute=torch.float32)
 
 
-@opaque(like_queries)
-def chosen_softmax(
-    q: Tensor, k: Tensor, v: Tensor, choices: Tensor, key_mask: Tensor, sinks: Tensor | None = None,
-    *, size: int, start: int, scale: float,
-) -> Tensor:  # fmt: skip
-    """``past_blocks.chosen_softmax``, head by head where that serves."""
-    why, number = dispatch.obstacle(q, k), choices.shape[-1]
-    if not why and short(q) and q.shape[-2] * k.shape[-2] <= SCORES:
-        dispatch.record("all scores at once, most of them masked", "few queries of many sequences", keys=k.shape[-2])
-        return in_float32(past_blocks.masked)(
-            q, k, v, choices, key_mask, sinks, size=size, start=start, scale=scale
-        )  # fmt: skip
-    if why:
-        dispatch.record("softmax in tiles of gathered queries", why, rows=past_blocks.ROWS, choices=number)
-        return past_blocks.chosen_softmax(q, k, v, choices, key_mask, sinks, size=size, start=start, scale=scale)
-    why = "every query reads a few blocks of its past"
-    dispatch.record("softmax in tiles of gathered queries, head by head", why, rows=past_blocks.ROWS, choices=number)
-    return _fast(q, k, v, choices, key_mask, sinks, size=size, start=start, scale=scale)
+_few = in_float32(past_blocks.masked)
+
+
+def _all_scores(q: Tensor, k: Tensor, *others: Any, **settings: Any) -> bool:
+    """Whether all scores at once are the faster."""
+    return short(q) and q.shape[-2] * k.shape[-2] <= SCORES
+
+
+def _on_cpu(*tensors: Any, **settings: Any) -> Tensor:
+    return (_few if _all_scores(*tensors) else _fast)(*tensors, **settings)
+
+
+def _path(*tensors: Any, **settings: Any) -> str:
+    if _all_scores(*tensors):
+        return "all scores at once, most of them masked"
+    return "softmax in tiles of gathered queries, head by head"
+
+
+def _why(*tensors: Any, **settings: Any) -> str:
+    few = _all_scores(*tensors)
+    return "few queries of many sequences" if few else "every query reads a few blocks of its past"
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, choices: Tensor, *others: Any, **settings: Any) -> dict[str, int]:
+    return {"rows": past_blocks.ROWS, "choices": choices.shape[-1]}
+
+
+def _sizes_on_cpu(*tensors: Any, **settings: Any) -> dict[str, int]:
+    return {"keys": tensors[1].shape[-2]} if _all_scores(*tensors) else _sizes(*tensors)
+
+
+chosen_softmax = Operation(
+    past_blocks.chosen_softmax,
+    cpu=Fast(_on_cpu, None, path=_path, why=_why, sizes=_sizes_on_cpu),
+    empty=like_queries,
+    path="softmax in tiles of gathered queries",
+    sizes=_sizes,
+)

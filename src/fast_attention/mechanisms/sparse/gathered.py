@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fast_attention.engine import dispatch, tiles
+from fast_attention.engine import tiles
 from fast_attention.engine.offsets import Positions
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, like_queries
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanisms.sparse import reference
 
@@ -37,30 +37,11 @@ def gathered_softmax(
     scores gain by offsets, and ``sinks`` make normalisers larger by ``e^sink``: both for blocks in the table only.
     """
     factor, stop = float(q.shape[-1] ** -0.5 if scale is None else scale), table.shape[-2] if stop is None else stop
-    if bias is None and sinks is None and flex.SIZE % size == 0 and not patterns.obstacle(q, k, v, key_mask):
-        visible = patterns.chosen(q, table, size=size, is_causal=is_causal, start=start, stop=stop)
-        return flex.attend(q, k, v, visible, key_mask, scale=factor)
     terms, length = (None, None), q.shape[-2]
     if bias is not None:
         terms = bias(torch.arange(1 - length, length, device=q.device))
     settings: Any = {"size": size, "is_causal": is_causal, "start": start, "stop": stop, "scale": factor}
     return _gathered(q, k, v, key_mask, *terms, sinks, table, first=1 - length, **settings)
-
-
-@opaque(like_queries)
-def _gathered(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, table: Tensor, *, size: int, is_causal: bool, start: int, stop: int, scale: float, first: int,
-) -> Tensor:  # fmt: skip
-    tensors: Any = (q, k, v, key_mask, numbers, vectors, sinks, table)
-    settings: Any = {"size": size, "is_causal": is_causal, "start": start, "stop": stop, "scale": scale, "first": first}
-    sizes = {"rows": size, "choices": table.shape[-1]}
-    if why := tiles.unsupported(q, k, v):
-        dispatch.record("softmax in blocks", why, **sizes)
-        return reference.gathered_softmax(*tensors, **settings)
-    why = "every block of queries reads a few blocks of keys"
-    dispatch.record(f"{dispatch.CORE}: softmax in tiles", why, **sizes)
-    return _compiled(*tensors, **settings)
 
 
 def _plan(q: Tensor, k: Tensor, table: Tensor, *, size: int, is_causal: bool, start: int, stop: int) -> tiles.Plan:
@@ -69,4 +50,30 @@ def _plan(q: Tensor, k: Tensor, table: Tensor, *, size: int, is_causal: bool, st
     return tiles.chosen(table, k.shape[-2], size=size, is_causal=is_causal, start=start, stop=stop)
 
 
-_compiled = tiles.operation(reference.gathered_softmax, _plan)
+def _serves(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
+    sinks: Tensor | None, table: Tensor, *, size: int, **settings: Any,
+) -> str:  # fmt: skip
+    """Why FlexAttention does not compute a call."""
+    if numbers is not None or sinks is not None:
+        return "positions or sinks add to the scores"
+    return f"blocks of {size} tokens" if flex.SIZE % size else patterns.against(q, k, v, key_mask)
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: None, vectors: None, sinks: None, table: Tensor, *,
+    size: int, is_causal: bool, start: int, stop: int, scale: float, first: int,
+) -> Tensor:  # fmt: skip
+    visible = patterns.chosen(q, table, size=size, is_causal=is_causal, start=start, stop=stop)
+    return flex.attend(q, k, v, visible, key_mask, scale=scale)
+
+
+_gathered = tiles.operation(
+    reference.gathered_softmax,
+    _plan,
+    path="softmax in blocks",
+    why="every block of queries reads a few blocks of keys",
+    sizes=lambda *tensors, size, **settings: {"rows": size, "choices": tensors[7].shape[-1]},
+    cuda=Fast(_flex, None, serves=_serves),
+    empty=like_queries,
+)

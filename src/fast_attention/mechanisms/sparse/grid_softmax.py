@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import core
-from fast_attention.engine import dispatch, tiles
+from fast_attention.engine import operation, tiles, trace
 from fast_attention.engine.fused import biased_attention, fused_attention, open_attention
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.operation import Fast, Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tiles import FAR, MOST_ROWS, ROWS, Plan
 from fast_attention.engine.tracing import symbolic
@@ -50,9 +50,9 @@ def grid_softmax(
             return softmax_attention(q, k, v, key_mask=key_mask, scale=scale, sinks=sinks)
         down, across = down.within(height), across.within(width)
         few = length <= DENSE * (down.span * (across.span + leading))
-        plain = few and sinks is None and q.dtype.itemsize >= 4 and not dispatch.obstacle(q)
+        plain = few and sinks is None and q.dtype.itemsize >= 4 and not operation.obstacle(q)
         if plain and core.unavailable():
-            dispatch.record("exact attention with the window as mask", "tiles would leave out few of so few keys")
+            trace.record("exact attention with the window as mask", "tiles would leave out few of so few keys")
             window = visible(length, width, down, across, leading, q.device)
             return softmax_attention(q, k, v, key_mask=key_mask, attn_mask=window, scale=scale)
     return _in_grid(
@@ -63,20 +63,25 @@ def grid_softmax(
     )  # fmt: skip
 
 
-@opaque(like_queries)
-def _in_grid(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, sinks: Tensor | None,
-    *, width: int, leading: int, row_window: int, row_dilation: int, row_shift: int, row_tile: int,
-    column_window: int, column_dilation: int, column_shift: int, column_tile: int, scale: float,
-) -> Tensor:  # fmt: skip
+def _of_grid(
+    *, width: int, leading: int, row_window: int, row_dilation: int, row_shift: int, row_tile: int, column_window: int,
+    column_dilation: int, column_shift: int, column_tile: int, scale: float,
+) -> dict[str, Any]:  # fmt: skip
+    """The settings of ``plain_softmax``, of numbers."""
     down = Axis(row_window, row_dilation, row_shift, row_tile)
     across = Axis(column_window, column_dilation, column_shift, column_tile)
-    settings: dict[str, Any] = {"width": width, "leading": leading, "down": down, "across": across, "scale": scale}
-    if why := tiles.unsupported(q, k, v):
-        dispatch.record("softmax in blocks", why, rows=down.size, columns=across.size)
-        return plain_softmax(q, k, v, key_mask, sinks, **settings)
-    dispatch.record(f"{dispatch.CORE}: softmax in tiles", "only keys near some queries of a row are seen")
-    order = _order(q.shape[-2], width, leading, down, across)
+    return {"width": width, "leading": leading, "down": down, "across": across, "scale": scale}
+
+
+def _in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, sinks: Tensor | None, **numbers: Any
+) -> Tensor:
+    return plain_softmax(q, k, v, key_mask, sinks, **_of_grid(**numbers))
+
+
+def _in_tiles(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, sinks: Tensor | None, **numbers: Any) -> Tensor:
+    settings = _of_grid(**numbers)
+    order = _order(q.shape[-2], *(settings[name] for name in ("width", "leading", "down", "across")))
     if order is None:
         return _compiled(q, k, v, key_mask, None, None, sinks, **settings)
     if key_mask is not None:
@@ -86,6 +91,23 @@ def _in_grid(
     q, k, v = (x[..., order.tokens, :] for x in (q, k, v))
     out = _compiled(q, k, v, key_mask, None, None, sinks, **settings)
     return out[..., order.places, :]
+
+
+def _sizes(*tensors: Any, **numbers: Any) -> dict[str, int]:
+    settings = _of_grid(**numbers)
+    return {"rows": settings["down"].size, "columns": settings["across"].size}
+
+
+_in_grid = Operation(
+    _in_blocks,
+    cpu=Fast(
+        _in_tiles, None, serves=tiles.against, path=f"{trace.CORE}: softmax in tiles",
+        why="only keys near some queries of a row are seen",
+    ),
+    empty=like_queries,
+    path="softmax in blocks",
+    sizes=_sizes,
+)  # fmt: skip
 
 
 class Order(NamedTuple):

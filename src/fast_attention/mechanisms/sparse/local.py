@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fast_attention.biases.bias import Bias, Biased
-from fast_attention.engine.blocks import join, smaller, split, split_mask, split_row
+from fast_attention.engine.blocks import join, split, split_mask, split_row
 from fast_attention.engine.heads import viewed
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.tracing import symbolic
-from fast_attention.gpu import flex, patterns
+from fast_attention.gpu import patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.sparse.banded import banded_softmax
+from fast_attention.mechanisms.sparse import banded
+from fast_attention.traits import FLEX
 
 Attend = Callable[..., Tensor]  # (q, k, v, key_mask=, attn_mask=), queries ending where keys end; by heads: dilation=
 
@@ -127,7 +128,8 @@ def local_attention(
     several, head h takes the one at h modulo their number, and q, k and v are (..., H, L, E). ``bias`` gives what
     scores gain by offsets j - i, as ``engine.offsets`` has them; the exponentials of ``sinks`` (H,) add to normalisers.
     """
-    m = Local(window, dilation=dilation) if symbolic() else _checked(window, dilation)
+    is_open = symbolic()
+    m = Local(window, dilation=dilation) if is_open else _checked(window, dilation)
     length, keys = q.shape[-2], k.shape[-2]
     if dilation != 1:
         run = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale, block=block)
@@ -139,18 +141,18 @@ def local_attention(
         run = run if bias is None else partial(run, bias=lambda steps: bias(steps * dilation))
         return dilated(run, q, k, v, dilation=dilation, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask)
     left, right = m.sides
-    if not symbolic() and m.covers(length, keys, is_causal=is_causal):
+    right = 0 if is_causal else right
+    if not is_open and left >= keys - 1 and (is_causal or right >= length - 1):
         return softmax_attention(
             q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale,
             bias=bias, sinks=sinks,
         )  # fmt: skip
-    left, right = smaller(left, keys - 1), 0 if is_causal else smaller(right, length - 1)
-    if bias is None and sinks is None and not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
-        return flex.attend(q, k, v, patterns.window(q, k, left=left, right=right), key_mask, scale=scale)
-    return banded_softmax(
-        q, k, v, key_mask, attn_mask, left=left, right=right, block=block or 0, dropout=dropout, scale=scale, bias=bias,
-        sinks=sinks,
-    )  # fmt: skip
+    left, right = (left, right) if is_open else (min(left, keys - 1), min(right, length - 1))
+    terms, settings = banded.near(q, k, left=left, right=right, block=block or 0, scale=scale, bias=bias)
+    if attn_mask is None and dropout == 0.0:
+        return banded.banded_softmax(q, k, v, key_mask, *terms, sinks, **settings)
+    masked: Any = {"attn_mask": attn_mask, "dropout": dropout}
+    return banded.masked_softmax(q, k, v, key_mask, *terms, sinks, **masked, **settings)
 
 
 @lru_cache(256)
@@ -164,6 +166,7 @@ TRAITS = Traits(
     formula="softmax over j in [i - left, i + right] of q_i k_j^T / sqrt(d), times v",
     cost="n w d",
     order=1.0,
+    gpu=FLEX,
     causal=True,
     padding=True,
     cross=True,

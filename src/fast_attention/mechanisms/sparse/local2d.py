@@ -14,6 +14,7 @@ from torch import Tensor
 from fast_attention.mechanism import Traits
 from fast_attention.mechanisms.sparse.grid import Axis, InGrid, pair
 from fast_attention.mechanisms.sparse.grid_softmax import grid_softmax
+from fast_attention.traits import BLOCKS
 
 ROWS, COLUMNS = 4, 8  # of queries in a tile
 
@@ -51,6 +52,7 @@ TRAITS = Traits(
     formula="softmax over j in the w x w tokens around i, as a grid, of q_i k_j^T / sqrt(d), times v",
     cost="n w^2 d",
     order=1.0,
+    gpu=BLOCKS,
     padding=True,
     rotary=True,
     positions="grid",

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from fast_attention.engine.opaque import opaque
+from fast_attention.engine.operation import Operation
 
 WORD = 0xFFFFFFFF
 
@@ -18,8 +18,7 @@ def _empty(
     return seeds.new_empty(*lead, number, 2 * half + 1 + first + last + draws, dtype=torch.int64)
 
 
-@opaque(_empty)
-def pattern(
+def blocks_seen(
     seeds: Tensor, total: Tensor, *, number: int, first: int, last: int, half: int, draws: int, is_causal: bool
 ) -> Int[Tensor, "*#batch heads blocks choices"]:
     """Choose the blocks that each of ``number`` query blocks sees of ``total`` (..., 1, 1) blocks; -1 names none.
@@ -41,6 +40,9 @@ def pattern(
     lead = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
     table = torch.cat([x.expand(*lead, number, x.shape[-1]) for x in choices], -1)
     return table.masked_fill((table < 0) | (table >= (number if is_causal else total)), -1)
+
+
+pattern = Operation(blocks_seen, empty=_empty)
 
 
 def mixed(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:

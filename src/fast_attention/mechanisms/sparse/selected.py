@@ -19,16 +19,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fast_attention.biases.sinks import Sunk
-from fast_attention.engine import dispatch
+from fast_attention.engine import operation
 from fast_attention.engine.blocks import count, split, split_mask
 from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
-from fast_attention.engine.opaque import opaque
+from fast_attention.engine.operation import Operation
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.fast_past_blocks import chosen_softmax
 from fast_attention.mechanisms.sparse.gathered import gathered_softmax
+from fast_attention.traits import FLEX
 from fast_attention.value import at_least
 
 
@@ -61,7 +62,7 @@ def pooled(
 
 def _sums(blocks: Float[Tensor, "*batch blocks size width"]) -> Float[Tensor, "*batch blocks width"]:
     """``blocks.sum(-2, dtype=torch.float64)``, which would make a copy of all in float64 on a CPU, head by head."""
-    if dispatch.obstacle(blocks) or blocks.dtype == torch.float64 or blocks.dim() < 4 or short(blocks.flatten(-3, -2)):
+    if operation.obstacle(blocks) or blocks.dtype == torch.float64 or blocks.dim() < 4 or short(blocks.flatten(-3, -2)):
         return blocks.sum(-2, dtype=torch.float64)
     heads = blocks.flatten(0, -4)
     copy = heads.new_empty(heads.shape[1:], dtype=torch.float64)
@@ -75,8 +76,7 @@ def _table(q: Tensor, k: Tensor, key_mask: Tensor | None, *, size: int, topk: in
     return q.new_empty(*q.shape[:-2], count(q.shape[-2], size), topk, dtype=torch.int64)
 
 
-@opaque(_table)
-def of_blocks(
+def blocks_of_blocks(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch length width"],
     key_mask: Bool[Tensor, "*#batch2 length"] | None,
@@ -97,12 +97,14 @@ def of_blocks(
     return _best(scores.masked_fill(block[:, None] == block, float("inf")), topk)
 
 
+of_blocks = Operation(blocks_of_blocks, empty=_table)
+
+
 def _choices(q: Tensor, means: Tensor, alive: Tensor, *, size: int, start: int, number: int) -> Tensor:
     return q.new_empty(*q.shape[:-1], number, dtype=torch.int64)
 
 
-@opaque(_choices)
-def of_tokens(
+def blocks_of_tokens(
     q: Float[Tensor, "*batch length width"],
     means: Float[Tensor, "*batch blocks width"],
     alive: Bool[Tensor, "*#batch2 blocks"],
@@ -125,6 +127,9 @@ def of_tokens(
         some = {"size": size, "start": start + first, "number": number}
         parts.append(_of_some(queries, means[..., :past, :], alive[..., :past], **some))
     return torch.cat(parts, -2)
+
+
+of_tokens = Operation(blocks_of_tokens, empty=_choices)
 
 
 def _of_some(q: Tensor, means: Tensor, alive: Tensor, *, size: int, start: int, number: int) -> Tensor:
@@ -219,6 +224,7 @@ class Selected(Sunk, Attention[Any, SelectedState]):  # type: ignore[reportIncom
         formula="softmax over the blocks of the largest mean(q_I) . mean(k_J), causal q_i . mean(k_J), times v",
         cost="n b c d, and to choose (n / b)^2 d, causal n^2 d / b",
         order=1.0,
+        gpu=FLEX,
         causal=True,
         padding=True,
         rotary=True,

@@ -1,4 +1,4 @@
-"""The table of what runs on a GPU: complete, and true of the plain forms, which a GPU runs too."""
+"""What mechanisms declare of a GPU: complete, and true of the plain forms, which a GPU runs too."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from torch.nn import functional as F
 
 from fast_attention import catalogue, explain
 from fast_attention.engine import fused
-from fast_attention.engine.vehicles import BLOCKS, FLEX, FUSED, KERNELS, PARTS, VEHICLES
 from fast_attention.functional import implementation
 from fast_attention.mechanism import Attention
+from fast_attention.traits import BLOCKS, FLEX, FUSED, KERNELS, PARTS
+
+DECLARED = {name: catalogue.default(name).traits.gpu for name in catalogue.names()}
 
 
-def test_every_mechanism_has_a_vehicle() -> None:
-    assert [*VEHICLES] == catalogue.names()
+def test_every_mechanism_says_it() -> None:
+    assert all(DECLARED.values())
 
 
-@pytest.mark.parametrize("name", [name for name, vehicle in VEHICLES.items() if vehicle != PARTS])
-def test_the_table_is_true_of_plain_forms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [name for name, words in DECLARED.items() if words != PARTS])
+def test_it_is_true_of_plain_forms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which of them call torch's fused attention, and which on more keys than one block sees."""
     keys: list[int] = []
 
@@ -36,10 +38,10 @@ def test_the_table_is_true_of_plain_forms(name: str, monkeypatch: pytest.MonkeyP
             explain(mechanism, *torch.randn(3, 1, 2, length, 16).unbind(), is_causal=mechanism.traits.modes[0])
         else:
             explain(mechanism, torch.randn(1, length, 32))
-    assert bool(keys) == (VEHICLES[name] in (FUSED, FLEX, BLOCKS))
-    if VEHICLES[name] in (FLEX, BLOCKS):
+    assert bool(keys) == (DECLARED[name] in (FUSED, FLEX, BLOCKS))
+    if DECLARED[name] in (FLEX, BLOCKS):
         assert min(keys) < length
-    if VEHICLES[name] == KERNELS:
+    if DECLARED[name] == KERNELS:
         assert not keys
 
 

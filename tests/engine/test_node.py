@@ -1,4 +1,4 @@
-"""Opaque operations under the compiler: what their backward pass takes from the forward pass, and what it does not."""
+"""Operations as nodes of a compiler's graph: what a backward pass takes from the forward pass, and what not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fast_attention import catalogue
-from fast_attention.engine import opaque as operations
-from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine import node
+from fast_attention.engine.operation import Operation, like_queries
 from tests.cases import bind
 
 pytestmark = pytest.mark.slow  # tracing takes its time
@@ -28,7 +28,7 @@ def _scaled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, factor: flo
     return (weights if mask is None else weights * mask) @ v
 
 
-scaled = opaque(like_queries)(_scaled)
+scaled = Operation(_scaled, empty=like_queries)
 
 
 def given() -> list[Tensor]:
@@ -40,10 +40,10 @@ def given() -> list[Tensor]:
 def _fresh() -> Iterator[None]:
     torch.compiler.reset()
     calls.clear()
-    operations._graphs.clear()  # of other tests
+    node._graphs.clear()  # of other tests
     yield
     gc.collect()
-    assert not operations._graphs  # no graph outlives what may ask for it
+    assert not node._graphs  # no graph outlives what may ask for it
 
 
 def compiled(function: Any, backend: str) -> Any:
@@ -95,39 +95,39 @@ def test_nothing_owns_itself(backend: str) -> None:
     leaves = given()
     gradients(compiled(twice, backend)(*leaves), leaves)
     compiled(twice, backend)(*leaves)
-    assert not operations._graphs
+    assert not node._graphs
 
 
 def test_without_gradients_nothing_is_recorded() -> None:
     with torch.no_grad():
         out = compiled(twice, "aot_eager")(*given())
-    assert not operations._graphs
+    assert not node._graphs
     assert not out.requires_grad
 
 
 def test_what_nobody_asks_for_goes_with_its_output() -> None:
     out = compiled(twice, "aot_eager")(*given())
-    assert operations._graphs
+    assert node._graphs
     del out
     gc.collect()
-    assert not operations._graphs
+    assert not node._graphs
 
 
 def test_memory_that_the_compiler_has_used_again_is_not_read() -> None:
     """It passes the same numbers from another place, and may have overwritten the first."""
     x = torch.ones(3, requires_grad=True)
-    number = operations.keep(([x], [x.exp()]), [x])
-    assert operations.take(number, [x.detach().clone()], [True]) is None
-    number = operations.keep(([x], [x.exp()]), [x])
-    ends = operations.take(number, [x.detach()], [True])
+    number = node.keep(([x], [x.exp()]), [x])
+    assert node.take(number, [x.detach().clone()], [True]) is None
+    number = node.keep(([x], [x.exp()]), [x])
+    ends = node.take(number, [x.detach()], [True])
     assert ends is not None
-    assert operations.take(number, [x.detach()], [True]) is None  # once
+    assert node.take(number, [x.detach()], [True]) is None  # once
     output = weakref.ref(ends[1][0])
     del ends
     assert output() is None  # it does not live as long as its number
     constant = torch.ones(3)
-    number = operations.keep(([constant], [constant.exp()]), [constant])
-    assert operations.take(number, [constant], [True]) is None  # it does not lead there
+    number = node.keep(([constant], [constant.exp()]), [constant])
+    assert node.take(number, [constant], [True]) is None  # it does not lead there
 
 
 def test_checkpoints_record_anew() -> None:
@@ -150,7 +150,7 @@ def test_a_mechanism_is_one_operation(text: str, is_causal: bool) -> None:
     shown: list[str] = []
 
     def look(module: torch.fx.GraphModule, examples: Any) -> Any:
-        shown.extend(str(node.target) for node in module.graph.nodes)
+        shown.extend(str(each.target) for each in module.graph.nodes)
         return module.forward
 
     torch.manual_seed(0)
