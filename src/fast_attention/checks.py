@@ -201,7 +201,7 @@ def rows(inputs: dict[str, Tensor], *, alike: bool) -> None:
 
 
 def settings(kind: Callable[..., Any] | None, given: dict[str, Any]) -> dict[str, Any]:
-    """These settings of a mechanism's ``kind`` as it takes them, after its checks."""
+    """Check the settings of a mechanism's ``kind``, and give them as it takes them."""
     if kind is None or not given or torch.compiler.is_compiling():
         return {}
     mechanism = kind(**given)

@@ -43,7 +43,7 @@ class State(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is held of sequences that do not all begin with the first token: a state for all that begin alike."""
+    """States of sequences that do not all begin with the first token: one for all that begin alike."""
 
     begin: Tensor  # (batch,): the token that each sequence begins with; -1: it has not begun
     length: int  # tokens so far

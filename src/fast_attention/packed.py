@@ -109,7 +109,7 @@ def packing(
 def described(
     cu_seqlens: CuSeqlens | None, lengths: Lengths | None, attn_mask: Tensor | None = None, *, name: str = "cu_seqlens"
 ) -> Described | None:  # fmt: skip
-    """What a caller says of packed sequences, as ``packing`` takes it, before it is known how many tokens there are."""
+    """Description of packed sequences, as ``packing`` takes it, before it is known how many tokens there are."""
     if cu_seqlens is None and lengths is None:
         return None
     if cu_seqlens is not None and lengths is not None:

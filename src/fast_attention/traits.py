@@ -31,7 +31,7 @@ class Unsupported(NotImplementedError):
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a mechanism can do: read by validation, modules, laws, tables and docs."""
+    """Abilities of a mechanism: read by validation, modules, laws, tables and docs."""
 
     paper: str  # authors, year and arXiv number, or the title of the source
     formula: str  # one line of mathematics in plain text

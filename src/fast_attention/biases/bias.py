@@ -58,7 +58,7 @@ class Biased(Sunk):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """What the mechanism can do; with a bias it is learned where that is, and approximates nothing unbiased."""
+        """Traits with the bias: learned where it is, and no approximation of unbiased attention."""
         traits = learned(self.unbiased) if self.sinks else self.unbiased  # torch.compile reads no property of super()
         return traits if self.bias is None else _traits(traits, self.bias)
 
@@ -223,7 +223,7 @@ class T5Buckets(Bias):
 
 
 class RelativeWeights(NamedTuple):
-    """The vectors that every head adds to its queries, before keys and before distances, and its map of the sinusoids."""
+    """Vectors that every head adds to its queries, before keys and before distances, and its map of the sinusoids."""
 
     u: Float[Tensor, "heads head_dim"]
     v: Float[Tensor, "heads head_dim"]

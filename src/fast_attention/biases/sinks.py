@@ -47,7 +47,7 @@ class Sunk:
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """What the mechanism can do; with sinks it is learned, and approximates nothing without."""
+        """Traits with the sinks: learned, and no approximation of attention without them."""
         return learned(self.unbiased) if self.sinks else self.unbiased
 
     @property

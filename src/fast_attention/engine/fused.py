@@ -76,7 +76,7 @@ def open_attention(
     scale: float | None = None,
     sinks: Float[Tensor, "*#batch"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
-    """The same function by all scores at once, with derivatives of every kind and order.
+    """Softmax attention by all scores at once, with derivatives of every kind and order.
 
     Exported programs take it too: ONNX's attention lets a row that sees nothing see everything. ``sinks`` are scores of
     one more key in every row, whose value is zero.
@@ -95,7 +95,7 @@ def biased_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
     *, dropout: float = 0.0, scale: float | None = None, sinks: Float[Tensor, "*#batch"] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same function with an additive mask that may want a gradient, which torch's kernels for CPUs do not give."""
+    """Softmax attention with an additive mask that may want a gradient, which torch's kernels for CPUs do not give."""
     if sinks is not None or bias is None or not operation.on_gpu(q):
         return open_attention(q, k, v, bias, dropout=dropout, scale=scale, sinks=sinks)
     return fused_attention(q, k, v, bias.expand(*q.shape[:-1], k.shape[-2]), dropout=dropout, scale=scale)

@@ -111,7 +111,7 @@ def folded(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, ke
 
 
 def viewed(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None) -> Tensor:
-    """What ``attend`` gives for repeated heads, without copies of keys and values, which are views: the same bits.
+    """Call ``attend`` with repeated heads as views, without copies of keys and values: the same bits.
 
     Arguments are those of ``folded``; here outputs may depend on a query's position.
     """

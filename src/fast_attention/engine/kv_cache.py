@@ -52,7 +52,7 @@ def _kept(x: Tensor) -> Tensor:
 
 
 class Spare(NamedTuple):
-    """What memory (..., H, places, E) with room for more tokens notes about itself."""
+    """Notes of memory (..., H, places, E) with room for more tokens."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -61,7 +61,7 @@ class Node(ABC):
 
     @abstractmethod
     def visible(self, results: list[Tensor]) -> list[Tensor]:
-        """Those of the results that are outputs, not for the backward pass alone."""
+        """Outputs among the results, without what the backward pass alone needs."""
 
     @abstractmethod
     def sizes(self, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:
@@ -82,7 +82,7 @@ class Node(ABC):
 
 
 def arguments(tensors: tuple[Tensor | None, ...], settings: dict[str, Any]) -> tuple[Any, ...]:
-    """What a node is called with."""
+    """Arguments that a node is called with."""
     recording = torch.is_grad_enabled()
     present = [0 if x is None else WANTED if recording and x.requires_grad else 1 for x in tensors]
     factors = [name for name in settings if isinstance(settings[name], float)]
@@ -101,7 +101,7 @@ def restored(names: str, sizes: Sequence[Any], factors: Sequence[float]) -> dict
 
 
 def wanted(present: Sequence[int]) -> list[bool]:
-    """Of every tensor that was given, whether its gradient is asked for."""
+    """One flag per tensor that was given: does it need a gradient?"""
     return [given == WANTED for given in present if given]
 
 

@@ -20,10 +20,10 @@ from fast_attention.engine.scan import accumulate_
 
 @runtime_checkable
 class Pass(Protocol):
-    """What one chunk does. Sums are (..., 1, W) over all keys, or, causal, (..., chunk, W) over those up to each."""
+    """Work on one chunk. Sums are (..., 1, W) over all keys, or, causal, (..., chunk, W) over those up to each."""
 
     def terms(self, at: slice) -> tuple[Tensor, ...]:
-        """What the keys of a chunk add to the sums, side by side."""
+        """Terms that the keys of a chunk add to the sums, side by side."""
         ...
 
     def read(self, at: slice, sums: Tensor) -> None:

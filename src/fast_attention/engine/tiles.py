@@ -27,7 +27,7 @@ ALIGNED = 16  # gradients of keys and values have rows of a multiple of this
 
 
 class Plan(NamedTuple):
-    """What the queries of each tile see.
+    """Keys that the queries of each tile see.
 
     Attributes:
         tiles: First query, query behind the last, first range, range behind the last; sorted by queries, which every
@@ -269,7 +269,7 @@ def _dense(
     sinks: Tensor | None, *, plans: Plans, tables: tuple[Tensor, ...], scale: float, first: int = 0, cap: float = 0.0,
     dropout: float = 0.0, seed: int = 0, **settings: Any,
 ) -> Tensor:  # fmt: skip
-    """The same with all scores at once and the core's random numbers."""
+    """Softmax attention over a plan with all scores at once and the core's random numbers."""
     length, keys, shape, dtype = q.shape[-2], k.shape[-2], (*q.shape[:-1], v.shape[-1]), q.dtype
     counts = plans(q, k, *tables, **settings).counts(length, keys)
     visible = counts > 0
@@ -321,7 +321,9 @@ def log_normalisers(sums: Float[Tensor, "*batch 2"]) -> Float[Tensor, "*batch"]:
 def shares(
     log_sums: Float[Tensor, "*batch rows"], sinks: Float[Tensor, "*#batch #rows"]
 ) -> Float[Tensor, "*batch rows"]:
-    """What keys with these logarithmic normalisers keep beside sinks: the sigmoid, which torch's own loses at e^-89."""
+    """Weights that keys with these logarithmic normalisers keep beside sinks: the sigmoid, which torch's own loses at
+    e^-89.
+    """
     return logsigmoid(log_sums - sinks).exp_()
 
 

@@ -1,4 +1,4 @@
-"""What a call was asked to run, and the trace of what it ran and why, which ``explain`` reads."""
+"""Trace of a call: the implementation that was asked for, what ran and why, which ``explain`` reads."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ def implementation(name: Implementation) -> Iterator[None]:
 
 
 def _reasons(steps: list[Step]) -> str:
-    """What ran instead, and why."""
+    """Paths that ran instead, and why."""
     return "; ".join(dict.fromkeys(f"{step.path}: {step.why}" for step in steps)) or "no path has one"

@@ -138,7 +138,7 @@ def _run(
 
 
 def block_mask(pattern: Pattern, length: int, keys: int) -> Any:
-    """What FlexAttention reads: for every block of queries the blocks of keys that it sees, in part and as a whole."""
+    """FlexAttention's mask: for every block of queries the blocks of keys that it sees, in part and as a whole."""
     from torch.nn.attention.flex_attention import BlockMask
 
     parts = [x for kind in (pattern.some & ~pattern.every, pattern.every) for x in _listed(kind)]

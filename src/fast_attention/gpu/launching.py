@@ -23,7 +23,7 @@ from fast_attention.gpu.tensors import some, strides
 
 @dataclass(frozen=True)
 class Launch:
-    """What all calls of one computation share."""
+    """Arguments that all calls of one computation share."""
 
     code: int
     offset: float

@@ -53,7 +53,7 @@ def attend_packed(
 def packed(
     q: Tensor, lengths: tuple[int, ...], left: int | None, right: int | None, *, size: int = 1
 ) -> Pattern:  # fmt: skip
-    """As ``blocks`` of ``size`` tokens within each of several sequences; None: without end on that side."""
+    """Blocks of ``size`` tokens within each of several sequences; None: without end on that side."""
     sizes = torch.tensor(lengths, device=q.device)
     end = sizes.cumsum(0)
     start, last = ((x.repeat_interleave(sizes, output_size=q.shape[-2])) for x in (end - sizes, end - 1))

@@ -42,13 +42,13 @@ def key_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, *, code: int, offset
 
 
 def read_sums(q: Tensor, sums: Tensor, *, eps: float, code: int, offset: float) -> Tensor:
-    """What every query reads from sums over all keys."""
+    """Read sums over all keys for every query."""
     D = q.shape[-1]
     return quotient(features(q, code, offset) @ apart(sums, D, sums.shape[-1] // D - 1), eps).to(q.dtype)
 
 
 def forms(eps: float, code: int, offset: float) -> Forms:
-    """These functions with one map."""
+    """Plain functions with one map."""
     of_map: Any = {"code": code, "offset": offset}
     return Forms(
         lambda q, k, v, mask, first: scan(q, k, v, mask, first, eps=eps, **of_map),

@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, name: str, make: Make) -> Case:
-        """Of kernels and their plain forms, made for two heads on a device."""
+        """A case of kernels and their plain forms, made for two heads on a device."""
         return cls(name, partial(_unlike_forms, make))
 
 
@@ -63,7 +63,7 @@ def obstacle(case: Case, q: Tensor, v: Tensor, *, masked: bool) -> str:
 
 
 def verdict(case: Case, width: int, values: int, dtype: torch.dtype, device: torch.device, *, masked: bool) -> str:
-    """What was found wrong, now or by an earlier process; empty for nothing."""
+    """The fault that was found, now or by an earlier process; empty for none."""
     key = _key(case, width, values, dtype, device, masked=masked)
     if _earlier(key) is None:
         try:
@@ -84,7 +84,7 @@ def verdict(case: Case, width: int, values: int, dtype: torch.dtype, device: tor
 
 
 def compared(case: Case, width: int, values: int, dtype: torch.dtype, device: torch.device, *, masked: bool) -> str:
-    """What kernels make of a small case, and its gradients, that plain operations do not; in no caller's mode."""
+    """Compare kernels with plain operations on a small case, with its gradients, in no caller's mode."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -95,7 +95,7 @@ def compared(case: Case, width: int, values: int, dtype: torch.dtype, device: to
 
 
 def _earlier(key: str) -> str | None:
-    """What was found before, by this process or an earlier one; None where nothing was compared."""
+    """The finding of this process or an earlier one; None where nothing was compared."""
     if key not in _verdicts:
         _verdicts.update(_kept())
     return _verdicts.get(key)
@@ -163,7 +163,7 @@ def flex_attention() -> Case:
 
 
 def flex_logs() -> Case:
-    """The same with the logarithms of normalisers, through which gradients go too."""
+    """FlexAttention with the logarithms of normalisers, through which gradients go too."""
     return Case("FlexAttention's logarithms", partial(_unlike_softmax, logged=True))
 
 

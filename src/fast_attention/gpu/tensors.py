@@ -1,4 +1,4 @@
-"""What kernels' passes do to their tensors before a launch, and where they launch."""
+"""Tensors of kernels before a launch: layouts and strides, and where they launch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def some(x: Tensor | None, other: Tensor) -> Tensor:
 
 
 def strides(mask: Tensor | None) -> tuple[int, int]:
-    """Of batch and heads."""
+    """Strides of batch and heads."""
     return (0, 0) if mask is None else (mask.stride(0), mask.stride(1))
 
 

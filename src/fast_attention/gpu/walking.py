@@ -1,4 +1,4 @@
-"""What one call of a mechanism runs of a family of kernels: all keys or those before each query, and decoding.
+"""Calls of a family of kernels: all keys or those before each query, and decoding.
 
 Every family of kernels is a value of ``Forms``, so that one walk and one self-check serve all.
 """
@@ -97,7 +97,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], chunk: int, device: torch.device) -> Chunks:
-        """Of sequences of so many tokens."""
+        """Chunks of sequences of so many tokens."""
         counts = [-(-length // chunk) for length in lengths]
         starts, total = [*accumulate(counts, initial=0)], sum(counts)
         first = torch.zeros(total, dtype=torch.uint8)
@@ -124,7 +124,7 @@ def one_by_one(
     scan: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
     first: Tensor | None, begins: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What a scan ``(q, k, v, key_mask, first)`` of one sequence gives for several, chunks of which begin them."""
+    """Run a scan ``(q, k, v, key_mask, first)`` of one sequence for several, chunks of which begin them."""
     size, outs, last = q.shape[-2] // len(begins), [], q
     starts = [0, *(i * size for i, begin in enumerate(begins.tolist()) if begin and i), q.shape[-2]]
     for start, stop in pairwise(starts):

@@ -93,7 +93,7 @@ class StateLayer(CacheLayerMixin):
         return torch.cat([*outputs, out], -2) if outputs else out
 
     def exact(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """The result of ``advance`` for new tokens, all visible, that come to exact attention; None for other tokens."""
+        """Result of ``advance`` for new tokens, all visible, that come to exact attention; None for other tokens."""
         mechanism = self.bound.mechanism
         if self.state is None or self.record_past or not isinstance(mechanism, ByLength):
             return None
@@ -191,7 +191,7 @@ class StateLayer(CacheLayerMixin):
 
 
 def _activate_past_recording(layer: Any) -> None:
-    """Note that tokens will be taken back, for the ``StateLayer`` that may follow: ``DynamicLayer`` has no such note."""
+    """Note that tokens are to be taken back, for the ``StateLayer`` that may follow: ``DynamicLayer`` has none."""
     layer.record_past = True
 
 

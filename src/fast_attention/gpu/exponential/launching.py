@@ -32,7 +32,7 @@ class Weights(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a forward pass leaves: outputs, what rounding took, one over the denominators, the logarithms over which."""
+    """Results of a forward pass: outputs, what rounding took, one over the denominators, the logarithms over which."""
 
     out: Tensor
     rest: Tensor
@@ -42,7 +42,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """What all calls of one computation share."""
+    """Arguments that all calls of one computation share."""
 
     weights: Weights
     sizes: Exponential

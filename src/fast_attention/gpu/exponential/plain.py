@@ -43,13 +43,13 @@ def key_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, key_rows: Tensor, bi
 
 
 def read_sums(q: Tensor, sums: Tensor, query_rows: Tensor, bias: Tensor | None) -> Tensor:
-    """What every query reads from a state."""
+    """Read a state for every query."""
     state = apart(sums, query_rows.shape[-2])
     return _read(_logs(q, query_rows, bias), state, None, state[0]).to(q.dtype)
 
 
 def forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None) -> Forms:
-    """These functions with one projection."""
+    """Plain functions with one projection."""
     return Forms(
         lambda q, k, v, mask, first: scan(q, k, v, mask, first, query_rows, key_rows, bias),
         lambda k, v, mask: key_sums(k, v, mask, key_rows, bias),

@@ -80,7 +80,7 @@ def write_pool(pointer, columns, width, top, numerator, denominator):
 
 @triton.jit
 def position(width, chunks, BC: tl.constexpr):
-    """The place of a program: its channels, chunk, sequence and head; numbers of tokens are 64 bits wide from here on."""
+    """Place of a program: its channels, chunk, sequence and head; numbers of tokens are 64 bits wide from here on."""
     program, parts = tl.program_id(0).to(tl.int64), tl.cdiv(width, BC)
     columns, at = (program % parts).to(tl.int32) * BC + tl.arange(0, BC), program // parts
     return columns, at % chunks, at // chunks

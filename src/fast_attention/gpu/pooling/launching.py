@@ -41,7 +41,7 @@ class Launch:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What kernels are told of them."""
+        """Sizes that kernels are told."""
         return self.heads, self.length, self.width, self.size, self.chunks
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:

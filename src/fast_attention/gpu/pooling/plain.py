@@ -37,12 +37,12 @@ def sums(k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def read(q: Tensor, pool: Tensor, *, gated: bool) -> Tensor:
-    """What every query reads from one pool."""
+    """Read one pool for every query."""
     return gated_outputs(q, pool[..., None, q.shape[-1] :], gated)
 
 
 def forms(gated: bool) -> Forms:
-    """These functions."""
+    """Plain functions of the pool."""
     return Forms(
         lambda q, k, v, mask, first: scan(q, k, v, mask, first, None, gated=gated), sums,
         lambda q, pool: read(q, pool, gated=gated),

@@ -134,7 +134,7 @@ RANGE = 30.0  # keys may rise by this, and biases lie this far from 0: sums stay
 
 
 def _chunks(terms: PaddedRows, plan: Plan) -> list[slice]:
-    """As many blocks as make ``NUMBERS`` sums."""
+    """Chunks of as many blocks as make ``NUMBERS`` sums."""
     return chunks_of(max(1, NUMBERS // (plan.size * terms.width)), terms.count)
 
 

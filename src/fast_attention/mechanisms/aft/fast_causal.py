@@ -122,7 +122,7 @@ def _backward(
 
 
 def _decay(before: Tensor, scale: Tensor) -> Tensor:
-    """What brings numerators and denominators from one log scale to a later one."""
+    """Factor that brings numerators and denominators from one log scale to a later one."""
     return torch.cat([(before - scale).exp()] * 2, -1)
 
 

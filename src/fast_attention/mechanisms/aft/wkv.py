@@ -151,7 +151,7 @@ def _rows(like: Tensor, groups: Groups, width: int) -> tuple[tuple[Tensor, ...],
 
 
 def _totals(rows: tuple[Tensor, ...], decays: list[Tensor]) -> Tensor:
-    """What every group adds to the sums behind it."""
+    """Sums that every group adds to those behind it."""
     total = rows[0].clone()
     for row, decay in zip(rows[1:], decays[1:], strict=True):
         torch.addcmul(row, total, decay, out=total)
@@ -237,7 +237,7 @@ def _chunk_vjp(
 
 
 def _decay_vjp(dk: Tensor, groups: Groups, products: Tensor) -> Tensor:
-    """What the sums before its tokens have of their own gradient, added up over the visible tokens of a chunk.
+    """Gradient of the decay from the sums before the tokens of a chunk, added up over its visible tokens.
 
     ``products`` (..., groups, 2 D) is that before each group. A token changes it by the gradient of its key.
     """

@@ -54,7 +54,7 @@ class Linformer(Attention[Any, tuple[()]]):
         return self.projection.learned
 
     def weights(self, shape: Shape) -> Any:
-        """What the projection learns."""
+        """Fresh weights of the projection."""
         return self.projection.weights(shape, self.rank)
 
     def heads_of(self, w: Any) -> int | None:

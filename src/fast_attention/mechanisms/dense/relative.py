@@ -67,7 +67,7 @@ def obstacle(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) 
 
 
 class Inputs(NamedTuple):
-    """What the kernel reads, with one axis before the heads."""
+    """Tensors that the kernel reads, with one axis before the heads."""
 
     q: Float[Tensor, "batch heads length channels"]
     k: Float[Tensor, "batch heads keys channels"]
@@ -149,7 +149,7 @@ def _plain(
     sinks: Tensor | None, *, is_causal: bool, scale: float, first: int = 0, attn_mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The same by all scores at once; ``first`` belongs to the terms, which are those of all offsets."""
+    """Relative attention by all scores at once; ``first`` belongs to the terms, which are those of all offsets."""
     length, keys = q.shape[-2], k.shape[-2]
     bias = None if numbers is None else offsets.scores(q, Terms(numbers, vectors), keys, scale=scale).to(q.dtype)
     mask = masks.visible(length, keys, is_causal=is_causal, key_mask=key_mask, device=q.device)

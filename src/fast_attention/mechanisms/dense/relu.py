@@ -86,7 +86,7 @@ def whole(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How, attn_mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The same as they are."""
+    """Attention over all keys at once."""
     scores = q @ k.mT * how.scale
     mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=how.is_causal, key_mask=key_mask, device=q.device)
     if attn_mask is not None:

@@ -33,7 +33,7 @@ class Delta(NamedTuple):
 
 
 class Deltas(NamedTuple):
-    """Those of queries, keys and values, None where they stay as they are, and the weights of the mechanism."""
+    """Changes of queries, keys and values, None where they stay as they are, and the weights of the mechanism."""
 
     q: Delta | None
     k: Delta | None
@@ -78,7 +78,7 @@ class Adapted(Attention[Deltas, Any]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Those of the mechanism, with weights to train; the output is no longer a matrix times v where v is mapped."""
+        """Traits of the mechanism, with weights to train; the output is no longer a matrix times v where v is mapped."""
         inner = self.mechanism.traits
         return Traits(
             paper=f"{inner.paper}; Hu et al. 2021, arXiv 2106.09685",
@@ -145,7 +145,7 @@ class Adapted(Attention[Deltas, Any]):
         return self.mechanism.advance(q, k, v, w.inner, state, key_mask=key_mask)
 
     def parts_by_states(self, is_causal: bool) -> bool:
-        """As those of the mechanism."""
+        """Whether the mechanism combines states."""
         return self.mechanism.parts_by_states(is_causal)
 
     def summary(self, k: Tensor, v: Tensor, w: Deltas, *, key_mask: Tensor | None) -> Any:
@@ -153,11 +153,11 @@ class Adapted(Attention[Deltas, Any]):
         return self.mechanism.summary(_moved(k, w.k), _moved(v, w.v), w.inner, key_mask=key_mask)
 
     def merged(self, earlier: Any, later: Any) -> Any:
-        """As the mechanism combines them."""
+        """Combine two states by the mechanism."""
         return self.mechanism.merged(earlier, later)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: State, *, key_mask: Tensor | None = None) -> Tensor:
-        """As the mechanism reads adapted queries from a state of adapted keys."""
+        """Read adapted queries from a state of adapted keys."""
         if self.traits.memory != "constant":
             raise self.refuse("reading from a state", "memory", "constant")
         q, k, v = self.adapted(q, k, v, w)

@@ -64,7 +64,7 @@ class NewTokens(NamedTuple):
     key_mask: Tensor | None
 
     def some(self, start: int, end: int) -> NewTokens:
-        """Those from number ``start`` up to ``end``."""
+        """Rows from number ``start`` up to ``end``."""
         if end - start == self.v.shape[-2]:
             return self
         q, k, v = (x[..., start:end, :] for x in self[:3])
@@ -145,7 +145,7 @@ def advance(
 def exact_step(
     q: Tensor, k: Tensor, v: Tensor, state: Any, short: Softmax, *, above: int
 ) -> tuple[Tensor, ByLengthState] | None:
-    """What ``advance`` gives, at once, for new visible tokens behind visible ones, all of them rows of ``short``.
+    """Result of ``advance``, at once, for new visible tokens behind visible ones, all of them rows of ``short``.
 
     ``state`` is one that ``advance`` made; None where these are not such tokens, or do not fit its cache.
     """
@@ -208,7 +208,7 @@ class ByLength(Attention[Given, ByLengthState]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """What both can do; time and what is approximated are those of ``long``."""
+        """Traits that both have; time and what is approximated are those of ``long``."""
         return self._traits
 
     _traits = Traits(paper="", formula="", cost="", order=1.0, gpu=PARTS)  # of each value, set when it is made
@@ -271,7 +271,7 @@ class ByLength(Attention[Given, ByLengthState]):
         return advance(NewTokens(q, k, v, key_mask), state, short, long, above=self.above)
 
     def exact_step(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State] | None:
-        """What ``decode`` gives for new tokens, all visible, where that comes to exact attention; None elsewhere.
+        """Result of ``advance``, at once, for new visible tokens behind visible ones, all of them rows of ``short``.
 
         ``state`` is one of ``decode`` with the same weights: nothing of it is compared but its cache's shape.
         """
@@ -292,7 +292,7 @@ def exact_for(mechanism: Attention[Any, Any], keys: int) -> Softmax | None:
 
 
 def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int) -> Traits:
-    """What both can do; what one of them holds, as weights and in decoding."""
+    """Traits that both have; what one of them holds, as weights and in decoding."""
     a, b = short.traits, long.traits
     growing, streams = "growing" if b.memory == "growing" else "window", None not in (a.memory, b.memory)
     learned, target = a.learned or b.learned, b.approximates

@@ -29,11 +29,11 @@ class Part(NamedTuple):
     w: Any
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """Its outputs."""
+        """Outputs of the part."""
         return self.mechanism.attend(q, k, v, self.w, is_causal=is_causal, key_mask=key_mask)
 
     def last(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: int) -> Tensor:
-        """Its causal outputs of all queries from number ``first`` on."""
+        """Causal outputs of the part for all queries from number ``first`` on."""
         traits = self.mechanism.traits
         if not traits.cross or traits.bounded:  # weights for a longest sequence count positions from the first query
             return self(q, k, v, is_causal=True, key_mask=key_mask)[..., first:, :]

@@ -110,7 +110,7 @@ def _call(
     learned: Tensor | None, rows: Tensor | None, key_rows: Tensor | None, bias: Tensor | None,
     *, near: BlockLocal, map: FeatureMap | None, first: int, is_causal: bool,
 ) -> list[Any]:  # fmt: skip
-    """What both passes are given."""
+    """Arguments that both passes are given."""
     lead, (length, keys) = q.shape[:-2], (q.shape[-2], k.shape[-2])
     masks = (
         None if x is None else four_axes(x.contiguous().expand(*lead, -1)[..., None])[..., 0]

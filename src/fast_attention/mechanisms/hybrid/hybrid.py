@@ -50,7 +50,7 @@ from fast_attention.value import at_least
 
 
 class HybridState(NamedTuple):
-    """What decoding keeps: the sums of far keys, the keys of the window, the first keys (at positions below 0)."""
+    """State of decoding: the sums of far keys, the keys of the window, the first keys (at positions below 0)."""
 
     far: LinearState
     near: KVCache
@@ -168,7 +168,7 @@ class NearFar(Attention[Any, State]):
 
     @property
     def bias(self) -> Bias | None:
-        """What scores of near keys gain by their distance."""
+        """Numbers that scores of near keys gain by their distance."""
         return None if isinstance(self.near, Selected) else self.near.bias
 
 

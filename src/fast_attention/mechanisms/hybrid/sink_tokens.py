@@ -61,7 +61,7 @@ class SinkTokens(NamedTuple):
 
     @staticmethod
     def at(position: Int[Tensor, "*#batch sinks"], k: Tensor, v: Tensor) -> SinkTokens:
-        """Those at these positions of keys and values."""
+        """Select the keys and values at these positions."""
         index = position.clamp(max=k.shape[-2] - 1)
         return SinkTokens(_take(k, index), _take(v, index), position)
 

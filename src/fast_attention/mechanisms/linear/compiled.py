@@ -32,7 +32,7 @@ def code(phi: FeatureMap) -> dict[str, Any]:
 
 
 def number_of(map: FeatureMap | None) -> tuple[int, float]:
-    """Of a map inside, and what it adds; exponentials are None."""
+    """Number of a map that the core makes, and what it adds; exponentials are None."""
     return (EXPONENTIAL, 0.0) if map is None else (NUMBERS[type(map)], float(getattr(map, "offset", 0.0)))
 
 
@@ -52,12 +52,12 @@ def advances(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: 
 
 
 def why(*tensors: Tensor | None, is_causal: bool, **settings: Any) -> str:
-    """What ``explain`` says of a call without a state."""
+    """Reason that ``explain`` gives for a call without a state."""
     return "causal" if is_causal else "every query sees every key"
 
 
 def sizes(*tensors: Tensor | None, **settings: Any) -> dict[str, int]:
-    """What ``explain`` says of every call."""
+    """Sizes that ``explain`` gives for every call."""
     return {"section": SECTION}
 
 
@@ -70,7 +70,7 @@ def _heads(x: Tensor, axes: int = 4) -> Tensor:
 
 
 def _call(arguments: Arguments, number: int, offset: float, eps: float, is_causal: bool) -> list[Any]:
-    """What both passes are given."""
+    """Arguments that both passes are given."""
     q, k, v, key_mask, rows, key_rows, bias, kv, z, log_scale = arguments
     assert q is not None
     assert k is not None

@@ -69,7 +69,7 @@ class CosFormerState(NamedTuple):
         return cls(*sums, torch.zeros_like(sums.log_scale) + position * (math.pi / 2 / w.number))
 
     def position(self, w: Positions) -> int | Tensor:
-        """Of the next token; a tensor where numbers are unknown."""
+        """Position of the next token; a tensor where numbers are unknown."""
         angle = self.angle.detach().flatten()[0]
         if symbolic():
             return (angle * (2 / math.pi * w.number)).round()

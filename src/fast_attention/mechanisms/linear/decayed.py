@@ -155,7 +155,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """As linear attention, for queries that stand beside their keys."""
+        """Traits of linear attention, for queries that stand beside their keys."""
         return Traits(
             paper="Sun et al. 2023, arXiv 2307.08621",
             formula="S_t = g_t S_{t-1} + phi(k_t) v_t^T, z alike; phi(q) S_t / (phi(q) . z_t + eps)",

@@ -91,7 +91,7 @@ def _both_sides(
 
 
 def _next(x: Tensor, dim: int) -> Tensor:
-    """What stands behind every token; zeros behind the last."""
+    """Token behind every token; zeros behind the last."""
     return F.pad(x.narrow(dim, 1, x.shape[dim] - 1), (0, 0) * (-1 - dim) + (0, 1))
 
 

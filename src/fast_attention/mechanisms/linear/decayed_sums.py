@@ -142,7 +142,7 @@ def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
 def _advance(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState | None, *, strict: bool
 ) -> tuple[Sums, tuple[Tensor, ...]]:
-    """Of features and values in blocks: pairs inside each, the states before them across."""
+    """Sums over features and values in blocks: pairs inside each, the states before them across."""
     length = v.shape[-2]
     size = smaller(BLOCK, length)
     q, k, v, steps = split(q, size), split(k, size), split(v, size), split_row(log_decay[..., 0].double(), size)

@@ -133,7 +133,7 @@ class Favor(Kernelised[TrigonometricWeights]):
         return TrigonometricWeights(projection, phase)
 
     def maps(self, w: TrigonometricWeights) -> tuple[Map, Map]:
-        """The same map for both."""
+        """One map for queries and keys."""
         phi = _map(*w)
         return phi, phi
 

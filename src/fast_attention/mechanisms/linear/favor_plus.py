@@ -105,7 +105,7 @@ class FavorPlus(RandomKernelised[Projection]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """As every linear attention; an approximation of softmax unless a kernel is given."""
+        """Traits of linear attention; an approximation of softmax unless a kernel is given."""
         return Traits(
             paper="Choromanski et al. 2020, arXiv 2009.14794",
             formula="phi(q) . phi(k) estimates exp(q . k / sqrt(d)); phi(x) = exp(W x - |x|^2 / 2) / sqrt(m)",
@@ -156,7 +156,7 @@ class FavorPlus(RandomKernelised[Projection]):
 
     @property
     def signed(self) -> bool:
-        """As the kernel says; exponentials are positive."""
+        """Whether the kernel may be negative; exponentials are positive."""
         return isinstance(self.kernel, FeatureMap) and self.kernel.signed
 
     def attend(

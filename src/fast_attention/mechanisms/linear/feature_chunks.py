@@ -45,7 +45,7 @@ def feature_attention(
 
 
 def path(maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What ``feature_attention`` does with these, as ``explain`` has it."""
+    """Path of ``feature_attention`` for this call, as ``explain`` has it."""
     return _named(against(maps, weights, q, k, v), "")[0]
 
 

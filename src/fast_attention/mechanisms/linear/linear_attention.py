@@ -79,7 +79,7 @@ class LinearAttention(Kernelised[tuple[()]]):
         return self.feature_map  # type: ignore[return-value]
 
     def maps(self, w: tuple[()]) -> tuple[Map, Map]:
-        """The same map for both; only ``Exp`` and ``Taylor`` have the scale of softmax's exponential."""
+        """One map for queries and keys; only ``Exp`` and ``Taylor`` have the scale of softmax's exponential."""
         return self._map.features, self._map.features
 
     def core_map(self, w: tuple[()]) -> CoreMap | None:
@@ -88,7 +88,7 @@ class LinearAttention(Kernelised[tuple[()]]):
 
     @property
     def signed(self) -> bool:
-        """As the map says."""
+        """Whether the map may be negative."""
         return self._map.signed
 
     def attend(

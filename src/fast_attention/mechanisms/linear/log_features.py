@@ -23,7 +23,7 @@ CHUNK = 64  # tokens of a chunk where all are taken so: four groups of FEW, each
 
 
 def advance(q: Logs, keys: Logs, v: Tensor, state: LinearState, *, chunk: int) -> tuple[Sums, LinearState]:
-    """As ``reference.advance``: products inside chunks, prefixes of their states over them.
+    """Causal outputs behind a state: products inside chunks, prefixes of their states over them.
 
     Traced code, which may not ask what the numbers are, takes all chunks feature by feature.
     """

@@ -79,7 +79,7 @@ def _block(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
 
 
 def _across(q: Tensor, states: Tensor, weights: Tensor, half: int) -> Tensor:
-    """What queries in the right halves of blocks, of ``half`` blocks each, read of the left halves."""
+    """Sums that queries in the right halves of blocks, of ``half`` blocks each, read of the left halves."""
     count = q.shape[-3]
     scaled = (q * weights[..., None]).flatten(-3, -2)
     size = half * q.shape[-2]
@@ -116,7 +116,7 @@ def advance(
 
 
 def _past(q: Tensor, weights: Tensor, sums: list[Tensor], position: int) -> Tensor:
-    """What tokens from ``position`` on read of the blocks before it."""
+    """Sums that tokens from ``position`` on read of the blocks before it."""
     rows = torch.arange(position, position + q.shape[-2], device=q.device)
     total = q.new_zeros(())
     for bit, one in enumerate(sums):

@@ -74,7 +74,7 @@ class T2R(Kernelised[Layer]):
         return Layer(nn.Parameter(rows), nn.Parameter(torch.zeros(shape.heads, self.num_features)))
 
     def maps(self, w: Layer) -> tuple[Map, Map]:
-        """The same map for both, of no scale."""
+        """One map for queries and keys, of no scale."""
 
         def features(x: Tensor) -> Features:
             return Features(w(x).relu())

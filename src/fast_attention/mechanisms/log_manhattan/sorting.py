@@ -185,7 +185,7 @@ def _rows(x: Tensor, l: Tensor) -> Tensor:
 
 
 def _groups(l: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """As many sequences, or channels of one, as fit a core's cache."""
+    """Groups of as many sequences, or channels of one, as fit a core's cache."""
     batch, _, channels, length = l.shape
     rows = max(NUMBERS // max(length, 1), 1)
     sequences, width = max(rows // channels, 1), min(rows, channels)

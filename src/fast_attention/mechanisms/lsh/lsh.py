@@ -92,7 +92,7 @@ LOG = 64  # tokens: a copy of the chunks (68 MB by default) then costs a token 1
 
 
 class HashMemory(NamedTuple):
-    """Of every round and bucket the last 2 m tokens; the token of rank r in its bucket is in slot r mod 2 m."""
+    """Last 2 m tokens of every round and bucket; the token of rank r in its bucket is in slot r mod 2 m."""
 
     k: Tensor  # (..., H, rounds, buckets, 2 m, E)
     v: Tensor  # (..., H, rounds, buckets, 2 m, Ev)

@@ -17,7 +17,7 @@ def near(
     q: Tensor, k: Tensor, *, left: int, right: int, size: int = 0, is_causal: bool = False, block: int = 0,
     scale: float | None, bias: Positions | None,
 ) -> tuple[Terms | tuple[None, None], dict[str, Any]]:  # fmt: skip
-    """What scores gain by offsets, and the settings of softmax over the keys near each query.
+    """Numbers that scores gain by offsets, and the settings of softmax over the keys near each query.
 
     Args:
         q: Queries, which stand at position i + keys - length.

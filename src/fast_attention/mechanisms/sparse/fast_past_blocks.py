@@ -43,7 +43,7 @@ class Group(NamedTuple):
     empty: Bool[Tensor, "tiles rows"] | None  # rows that hold no query; None: there are none
 
     def read(self, x: Float[Tensor, "length E"], work: Workspace, name: str) -> Float[Tensor, "tiles rows E"]:
-        """What belongs to the queries."""
+        """Read the rows of the queries."""
         out = work(name, self.queries.numel(), x.shape[-1])
         return torch.index_select(x, 0, self.queries.flatten(), out=out).view(*self.queries.shape, -1)
 
@@ -141,7 +141,7 @@ def heads(
 
 
 class Sums(NamedTuple):
-    """What rows add up to: ``sum_j e^(s_j - top) v_j``, ``sum_j e^(s_j - top)`` and ``top``, the largest score."""
+    """Sums of rows: ``sum_j e^(s_j - top) v_j``, ``sum_j e^(s_j - top)`` and ``top``, the largest score."""
 
     values: Float[Tensor, "rows values"]
     total: Float[Tensor, "rows"]
@@ -153,7 +153,7 @@ class Sums(NamedTuple):
         return Sums(work(f"{name} values", rows, width), work(f"{name} total", rows), work(f"{name} top", rows))
 
     def part(self, rows: slice) -> Sums:
-        """Those of some rows."""
+        """Select some rows."""
         return Sums(*(x[rows] for x in self))
 
     def add_up(self, head: Head, group: Group, work: Workspace) -> None:
@@ -167,7 +167,7 @@ class Sums(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the gradients of scores need of each query: gradients, their products with outputs, log normalisers."""
+    """Values of each query for gradients of scores: gradients, their products with outputs, log normalisers."""
 
     grad: Float[Tensor, "length values"]
     inner: Float[Tensor, "length"]

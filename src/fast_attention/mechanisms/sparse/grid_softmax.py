@@ -148,7 +148,7 @@ def _order(length: int, width: int, leading: int, down: Axis, across: Axis) -> O
 
 @lru_cache(256)
 def _grid_plan(length: int, width: int, leading: int, down: Axis, across: Axis) -> Plan:
-    """What every token sees, in the order of ``_order``."""
+    """Plan of what every token sees, in the order of ``_order``."""
     height = -(-(length - leading) // width)
     order = _order(length, width, leading, down, across)
     total = length if order is None else len(order.tokens)

@@ -98,7 +98,7 @@ def _strided(x: Shaped[Tensor, "*batch heads length E"], dilation: int) -> Shape
 
 
 def _mask(attn_mask: Tensor, length: int, keys: int, front: int, dilation: int) -> Tensor:
-    """What a mask of every query for every key says of each sequence: (..., dilation, #heads, n, m)."""
+    """Mask of each dilated sequence from one of every query for every key: (..., dilation, #heads, n, m)."""
     full = attn_mask.expand(*attn_mask.shape[:-2], length, keys)
     full = pad(full, (0, 0, front, 0)) if attn_mask.ndim > 2 else pad(full, (0, 0, front, 0))[None]
     return split_row(split(full, dilation), dilation).diagonal(dim1=-3, dim2=-1).movedim(-1, -4)
