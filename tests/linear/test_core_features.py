@@ -59,14 +59,14 @@ def agree(run: Operation, arguments: list[Any], rtol: float = 4e-5, **settings: 
     return results[0]
 
 
-def tokens(sizes: tuple[int, int, int, int], scale: float = 1.0) -> list[Tensor]:
+def tokens(sizes: tuple[int, int, int, int], scale: float = 1.0, batch: int = 2) -> list[Tensor]:
     length, keys, width, values = sizes
-    q, k, v = torch.randn(2, 3, length, width), torch.randn(2, 3, keys, width), torch.randn(2, 3, keys, values)
+    q, k, v = (torch.randn(batch, 3, *each) for each in ((length, width), (keys, width), (keys, values)))
     return [q * scale, k * scale, v]
 
 
-def some_keys(keys: int) -> Tensor:
-    mask = torch.rand(2, 1, keys) < 0.7
+def some_keys(keys: int, batch: int = 2) -> Tensor:
+    mask = torch.rand(batch, 1, keys) < 0.7
     mask[..., 0] = True
     return mask
 
@@ -115,6 +115,21 @@ def test_exponentials_are_the_plain_form(sizes: tuple[int, int, int, int], train
             state = torch.rand(2, 3, 70, sizes[3]), torch.rand(2, 3, 70) + 1, 3 * torch.randn(2, 3, 70)
             settings["is_causal"] = True
             agree(FURTHER_EXPONENTIALS, [q, k, v, mask, *rows, *state], **settings)
+
+
+@pytest.mark.parametrize("sizes", [x for x in SIZES if x[1] > 256], ids=str)
+def test_eight_heads_are_read_from_first_to_last(sizes: tuple[int, int, int, int]) -> None:
+    """Fewer are cut into sections, which all threads share."""
+    q, k, v = tokens(sizes, (8 / sizes[2]) ** 0.25, batch=4)
+    k[..., ::37, :] *= 2
+    W = draw(3, 70, sizes[2])
+    for mask in (None, some_keys(sizes[1], batch=4)):
+        for is_causal in (False, True):
+            agree(SUMS, [q, k, v, mask], **compiled.code(EluPlusOne()), eps=1e-6, is_causal=is_causal)
+            agree(EXPONENTIALS, [q, k, v, mask, W, None, W], hyperbolic=False, is_causal=is_causal)
+        if sizes[0] == sizes[1]:
+            state = torch.rand(4, 3, 70, sizes[3]), torch.rand(4, 3, 70) + 1, 3 * torch.randn(4, 3, 70)
+            agree(FURTHER_EXPONENTIALS, [q, k, v, mask, W, None, W, *state], hyperbolic=False, is_causal=True)
 
 
 def test_features_that_grow_to_the_end() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fast_attention import core
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_attention, favor_plus_attention
 from fast_attention.mechanisms.linear import fast_favor, linear_state, reference
@@ -214,9 +215,9 @@ def test_second_derivatives_behind_a_state() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_very_many_terms(is_causal: bool) -> None:
-    """Sums of 2^18 equal terms lose little: no running sum takes them one by one, which would cost 1e-3."""
+    """Sums of 2^18 equal terms lose nothing in the core, and without it no more than a product of torch's does."""
     n = 2**18
     k, W = torch.full((1, n, 2), 0.3), torch.full((1, 4, 2), 0.7)
     v = torch.linspace(0, 1, n)[None, :, None]
     out = favor_plus_attention(k, k, v, W, is_causal=is_causal)
-    assert abs(out[0, -1, 0].item() - 0.5) < 1e-5
+    assert abs(out[0, -1, 0].item() - 0.5) < (1e-5 if core.unavailable() else 5e-7)

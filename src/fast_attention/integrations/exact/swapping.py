@@ -126,7 +126,7 @@ def _layer(model: PreTrainedModel, name: str, call: Call) -> ExactLayer:
 
 
 def described(call: Call, model: Any) -> tuple[str, str, int | None, int | None]:
-    """Say for a layer that calls the interface what it computes, what runs it, and from how many tokens on, padded too."""
+    """Say for a layer that calls the interface what it computes, what runs it, and from how many tokens, padded too."""
     seen, order = call.seen, "causal " if call.is_causal else ""
     named = getattr(getattr(call.module, "config", model.config), "_attn_implementation", None)
     weights = (*call.module.parameters(), *model.parameters())

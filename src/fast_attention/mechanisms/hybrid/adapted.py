@@ -78,7 +78,7 @@ class Adapted(Attention[Deltas, Any]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Traits of the mechanism, with weights to train; the output is no longer a matrix times v where v is mapped."""
+        """Traits of the mechanism, with weights to train; the output is no matrix times v where v is mapped."""
         inner = self.mechanism.traits
         return Traits(
             paper=f"{inner.paper}; Hu et al. 2021, arXiv 2106.09685",
