@@ -31,7 +31,7 @@ FAULTS = [
     Fault("even paths meet leading sizes that differ", "engine/operation.py", "other[:-2] != shape[:-2]", "len(other) != len(shape)",
           "tests/engine/test_operation.py -k only_even"),
     Fault("fake tensors outside of their mode count as numbers", "engine/operation.py", "if x is not None and type(x) is not Tensor and wrapped((x,)):", "if False:",
-          "tests/engine/test_operation.py -k 'outside and LinearAttention'"),
+          "tests/engine/test_operation.py -k 'outside and AFTFull'"),
     Fault("a compiler's sizes count as numbers", "engine/tracing.py", "    return torch.compiler.is_compiling()", "    return False",
           "tests/engine/test_operation.py -k 'compilers_alone and export'"),
     Fault("numbers are asked for while a graph is recorded", "engine/tracing.py",

@@ -40,7 +40,7 @@ def further_sums(
     phi, (kv, z, log_scale) = _map(number, offset), state
     before = None if kv is None or z is None or log_scale is None else LinearState(kv, z, log_scale)
     out, after = in_range.advance(phi.features(q), reference.masked_keys(phi.features, k, key_mask), v, before, eps=eps)
-    return out, after.kv, after.k, after.log_scale.expand_as(after.k)
+    return out, *after
 
 
 def _rescaled(*tensors: Tensor | None, **settings: Any) -> str:

@@ -67,7 +67,7 @@ def further(
     decodes = walking.steps(q, k, v, first)
     out, last = walking.further(forms, q, k, v, key_mask, first, decodes=decodes)
     kv, k = last[..., : D * v.shape[-1]].unflatten(-1, (D, -1)), last[..., -D:]
-    return out, kv, k, torch.zeros_like(k)
+    return out, kv, k, torch.zeros_like(k[..., :1])
 
 
 def mapped(q: Tensor, k: Tensor, phi: FeatureMap) -> tuple[Tensor, Tensor, int, float]:
