@@ -105,7 +105,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, keep: bool, number: int, offset: float, eps: float,
     is_causal: bool, advances: bool = False,
 ) -> tuple[Any, tuple[Tensor, ...]]:  # fmt: skip
-    """Outputs; with ``advances`` the state after the call too: kv (..., C, Ev), k (..., C) and log scales (..., C).
+    """Outputs; with ``advances`` the state after the call too: kv (..., C, Ev), k (..., C) and log scales, (..., C) of
+    exponentials and (..., 1) else.
 
     Causal queries are the last of the sequence, and those before it see nothing.
 
@@ -119,13 +120,13 @@ def forward(
     out = q.new_empty((*call[0].shape[:-1], v.shape[-1]), dtype=torch.float32 if keep else q.dtype)
     planes = 2 if number == EXPONENTIAL else 1
     denominators = q.new_empty(planes * lead * (q.shape[-2] - front), dtype=torch.float32)
-    states, last = _memory(q, lead, keys, features, v.shape[-1]), [None] * 3
+    states, last = _memory(q, lead, keys, features, v.shape[-1]), []
     if advances:
         shape = (*q.shape[:-2], features)
-        last = [out.new_empty(*shape, v.shape[-1], dtype=torch.float32), *out.new_empty(2, *shape, dtype=torch.float32)]
-        if number != EXPONENTIAL:
-            last[2].zero_()
-    finite = torch.ops.fast_attention_core.features_forward(*call, out, denominators, states, *last)
+        last = [out.new_empty(*each, dtype=torch.float32) for each in ((*shape, v.shape[-1]), shape)]
+        last.append(torch.empty_like(last[1]) if number == EXPONENTIAL else torch.zeros_like(last[1][..., :1]))
+    written = (*last[: 3 if number == EXPONENTIAL else 2], None, None, None)[:3]
+    finite = torch.ops.fast_attention_core.features_forward(*call, out, denominators, states, *written)
     if not finite:
         scale = "" if number == EXPONENTIAL else " in one scale"
         raise Unserved(f"outputs that are not finite{scale}")
