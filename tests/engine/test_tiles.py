@@ -285,6 +285,18 @@ def test_sixteen_bits(dtype: torch.dtype) -> None:
 
 
 @needs_core
+@pytest.mark.parametrize("scale", [0.125, 40.0])
+def test_outputs_of_bfloat16_have_the_error_of_their_rounding(scale: float) -> None:
+    """Products of bfloat16 numbers are exact, and weights have twice its digits: also where scores are thousands."""
+    q, k, v = (x.bfloat16() for x in tensors(333, 400, 70, 40)[:3])
+    operation, nothing = tiles.operation(None, sliding), [None] * 4
+    ours = operation(q, k, v, *nothing, scale=scale, left=90, right=40).double()
+    exact = operation.reference(*(x.double() for x in (q, k, v)), *nothing, scale=scale, left=90, right=40)
+    half_a_digit = torch.finfo(torch.bfloat16).eps / 2
+    assert ((ours - exact).abs() <= 1.05 * half_a_digit * exact.abs() + 1e-4).all()
+
+
+@needs_core
 @pytest.mark.parametrize("rate", [0.1, 0.7])
 def test_dropped_weights_are_those_of_the_hash(rate: float) -> None:
     for length, width in ((97, 16), (500, 256)):

@@ -5,7 +5,7 @@
 #pragma once
 #include <vector>
 
-#include "products.h"
+#include "bf16.h"
 
 namespace fast_attention {
 namespace FAST_ATTENTION_NAMESPACE {
@@ -32,7 +32,7 @@ struct Rows {
 
 struct Scratch {
   Buffer q, out, top, total, panels, value_panels, values, keys, scores, gradients, slopes, row, d_numbers,
-      vectors, products, vector_panel, d_products, d_vectors, key_bias, flags, grad, dq, inner;
+      vectors, products, vector_panel, d_products, d_vectors, key_bias, flags, grad, dq, inner, queries, weights, value_pairs;
   std::vector<Run> runs;
   std::vector<Rows> groups;
 };
@@ -66,12 +66,13 @@ class TileWork {
     q = m.q.floats(rows * width_row);
     for (int64_t i = 0; i < rows; ++i)
       read_row(c.q, query(c.q, row0 + i), c.width, width_row, c.scale * LOG2E, q + i * width_row);
-    panels = m.panels.floats(chunk * c.width);
+    panels = m.panels.floats(chunk * whole(c.width, TERMS));
     scores = m.scores.floats(MOST_ROWS * score_row);
     row = m.row.floats(whole(c.width > c.values ? c.width : c.values, W));
     flags = static_cast<uint8_t*>(m.flags.bytes(2 * (chunk / PANEL)));
+    find_parts();
     direct_values = c.v.kind == FLOAT32 && c.values % W == 0;
-    if (!direct_values) copied_values = m.values.floats(chunk * value_row);
+    if (!direct_values && !bf16) copied_values = m.values.floats(chunk * value_row);
     if (c.key_mask != nullptr) key_bias = m.key_bias.floats(chunk);
     offset_row = chunk + MOST_ROWS + PANEL;
     if (c.vectors != nullptr) {
@@ -79,6 +80,22 @@ class TileWork {
       products = m.products.floats(MOST_ROWS * offset_row);
       vector_panel = m.vector_panel.floats(PANEL * c.width);
     }
+  }
+
+  // Whether products are of bfloat16.
+  void find_parts() {
+#ifdef FAST_ATTENTION_AMX
+    bf16 = c.q.kind == BFLOAT16 && c.k.kind == BFLOAT16 && c.v.kind == BFLOAT16 && has_tile_registers();
+    if (!bf16) return;
+    part_row = whole(c.width, TERMS);
+    queries = static_cast<uint16_t*>(m.queries.bytes(rows * part_row * 2));
+    weights = static_cast<uint16_t*>(m.weights.bytes(2 * ROWS * chunk * 2));
+    value_pairs = static_cast<uint16_t*>(m.value_pairs.bytes(chunk * value_row * 2));
+    std::memset(queries, 0, static_cast<size_t>(rows * part_row) * 2);
+    for (int64_t i = 0; i < rows; ++i)
+      std::memcpy(queries + i * part_row, static_cast<const uint16_t*>(c.q.data) + query(c.q, row0 + i),
+                  static_cast<size_t>(c.width) * 2);
+#endif
   }
 
   int64_t query(const Tokens& x, int64_t i) const { return it.batch * x.batch + it.head * x.head + i * x.row; }
@@ -157,7 +174,17 @@ class TileWork {
   }
 
   // Panels number p of the chunk, packed at their first use: width * PANEL numbers, 8 KiB of the first cache.
-  const float* key_panel(int64_t p) { return packed(c.k, c.width, panels, 1, p); }
+  const float* key_panel(int64_t p) {
+#ifdef FAST_ATTENTION_AMX
+    if (bf16) {
+      uint16_t* to = reinterpret_cast<uint16_t*>(panels) + p * PANEL * part_row;
+      if (!(flags[p] & 1)) pack_pairs(c.k, key(c.k, start + p * PANEL), size - p * PANEL, c.width, part_row, to);
+      flags[p] |= 1;
+      return reinterpret_cast<const float*>(to);
+    }
+#endif
+    return packed(c.k, c.width, panels, 1, p);
+  }
   const float* value_panel(int64_t p) { return packed(c.v, c.values, value_panels, 2, p); }
 
   const float* packed(const Tokens& x, int64_t n, float* all_panels, uint8_t bit, int64_t p) {
@@ -214,7 +241,7 @@ class TileWork {
   // keys that a row does not see.
   void write_scores(const Tile& tile, int64_t from, int64_t to, float* slope) {
     const int64_t top_row = from * ROWS, end_row = to * ROWS < tile.row_end - tile.row ? to * ROWS : tile.row_end - tile.row;
-    const float* queries = q + (tile.row - row0) * width_row;
+    const float* tokens = q + (tile.row - row0) * width_row;
     int64_t at = 0;
     for (const Run& run : m.runs) {
       for (int64_t p = run.low; p < run.high; p += PANEL) {
@@ -224,8 +251,15 @@ class TileWork {
           if (hull.high <= p || hull.low >= p + PANEL) continue;
           if (panel == nullptr) panel = key_panel(p / PANEL);
           const int64_t first = g * ROWS, rows_here = end_row - first < ROWS ? end_row - first : ROWS;
-          half_panels(hull, p, rows_here, c.width, queries + first * width_row, width_row, panel,
-                      scores + (first - top_row) * score_row, score_row);
+          float* to = scores + (first - top_row) * score_row;
+#ifdef FAST_ATTENTION_AMX
+          if (bf16) {
+            registers.multiply(rows_here, part_row, c.scale * LOG2E, queries + (tile.row - row0 + first) * part_row,
+                               reinterpret_cast<const uint16_t*>(panel), to + p, score_row);
+            continue;
+          }
+#endif
+          half_panels(hull, p, rows_here, c.width, tokens + first * width_row, width_row, panel, to, score_row);
         }
       }
       if (c.vectors != nullptr) multiply_vectors(tile, run);
@@ -334,6 +368,34 @@ class TileWork {
     return mixed(mixed(static_cast<uint32_t>(i) * 0x9e3779b1u ^ head) ^ static_cast<uint32_t>(c.seed >> 32));
   }
 
+  // Adds weights times values to outputs: some rows of scores and the keys [low_key, high_key) of the chunk.
+  void add_values(int64_t number, const float* line, int64_t low_key, int64_t high_key, float* to) {
+    const int64_t end = high_key < size ? high_key : size;
+#ifdef FAST_ATTENTION_AMX
+    if (bf16) {
+      const int64_t first = low_key / PANEL * PANEL, n = whole(high_key, PANEL) - first, before = low_key - first;
+      uint16_t *high_parts = weights, *low_parts = weights + ROWS * chunk;
+      for (int64_t i = 0; i < number; ++i) {
+        if (before > 0) split_row(line, 0, before, high_parts + i * n, low_parts + i * n);
+        split_row(line + i * score_row + low_key, high_key - low_key, n - before, high_parts + i * n + before,
+                  low_parts + i * n + before);
+      }
+      for (int64_t p = first / PANEL; p * PANEL < high_key; ++p) {
+        if (flags[p] & 2) continue;
+        flags[p] |= 2;
+        pack_rows(c.v, key(c.v, start + p * PANEL), size - p * PANEL, c.values, value_row,
+                  value_pairs + p * PANEL * value_row);
+      }
+      registers.add(number, value_row, n, high_parts, low_parts, n, value_pairs + first * value_row, to);
+      return;
+    }
+#endif
+    int64_t distance;
+    const float* values = value_rows(low_key, end, distance);
+    product(number, value_row, end - low_key, line + low_key, score_row, 1, values + low_key * distance, distance, to,
+            value_row, true);
+  }
+
   const TilesCall& c;
   const Item& it;
   Scratch& m;
@@ -344,6 +406,12 @@ class TileWork {
                                 *key_bias = nullptr, *vectors = nullptr, *products = nullptr,
                                 *vector_panel = nullptr;
   uint8_t* flags;
+  bool bf16 = false;
+  int64_t part_row = 0;
+  uint16_t *queries = nullptr, *weights = nullptr, *value_pairs = nullptr;
+#ifdef FAST_ATTENTION_AMX
+  TileRegisters registers;
+#endif
 };
 
 // Powers of two of a row of scores below `top`, in place; their sum.
@@ -375,10 +443,11 @@ inline void forward_item(const TilesCall& c, const Item& item) {
       if (!work.find_runs(tile)) continue;
       work.find_groups(tile);
       const int64_t number = tile.row_end - tile.row, groups = work.groups_of_run;
-      const int64_t step = c.vectors == nullptr ? 1 : groups;  // products with vectors are of a whole tile
+      const int64_t step = c.vectors == nullptr ? (work.bf16 ? 2 : 1) : groups;  // products with vectors are of a whole tile
       for (int64_t g = 0; g < groups; g += step) {
-        work.write_scores(tile, g, g + step, nullptr);
-        const int64_t end_row = (g + step) * ROWS < number ? (g + step) * ROWS : number;
+        const int64_t end_group = g + step < groups ? g + step : groups;
+        work.write_scores(tile, g, end_group, nullptr);
+        const int64_t end_row = end_group * ROWS < number ? end_group * ROWS : number;
         for (int64_t i = g * ROWS; i < end_row; ++i) {  // a row of scores is in the first cache
           float* line = work.scores + (i - g * ROWS) * work.score_row;
           const int64_t at = tile.row - work.row0 + i;
@@ -414,17 +483,12 @@ inline void forward_item(const TilesCall& c, const Item& item) {
           top[at] = now;
         }
         for (size_t r = 0; r < m.runs.size(); ++r)
-          for (int64_t n = g; n < g + step; ++n) {
+          for (int64_t n = g; n < end_group; ++n) {
             const Rows& hull = m.groups[r * groups + n];
             if (hull.low >= hull.high) continue;
-            const int64_t end = hull.high < work.size ? hull.high : work.size;
-            int64_t distance;
-            const float* values = work.value_rows(hull.low, end, distance);
             const int64_t first_row = n * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
-            product(rows_here, value_row, end - hull.low,
-                    work.scores + (first_row - g * ROWS) * work.score_row + hull.low, work.score_row, 1,
-                    values + hull.low * distance, distance, out + (tile.row - work.row0 + first_row) * value_row,
-                    value_row, true);
+            work.add_values(rows_here, work.scores + (first_row - g * ROWS) * work.score_row, hull.low, hull.high,
+                            out + (tile.row - work.row0 + first_row) * value_row);
           }
       }
     }
