@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # build and equations are beside it
 GALLERY = sorted((HERE / "gallery").glob("**/plot_*.py"))
 
 project = "fast-attention"
@@ -19,8 +20,10 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "equations",
 ]
 html_theme = "furo"
+html_math_renderer = "mathml"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
@@ -49,6 +52,7 @@ sphinx_gallery_conf = {
     "abort_on_example_error": True,
     "only_warn_on_example_error": False,
     "min_reported_time": 1,
+    "write_computation_times": False,
     "download_all_examples": False,
     "notebook_extensions": {".py"},  # a notebook of each, to download
     "remove_config_comments": True,
@@ -59,7 +63,6 @@ sphinx_gallery_conf = {
 
 def _write(app: Any) -> None:
     """Write the pages of mechanisms."""
-    sys.path.insert(0, str(HERE))
     importlib.import_module("build").mechanism_pages()
 
 
