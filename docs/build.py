@@ -39,6 +39,13 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
 
 
+def grouped(heads: Iterable[str], groups: dict[str, list[Any]], level: str = "") -> str:
+    """A short table for each group, under its heading; without a level, under a line in bold."""
+    heads = list(heads)
+    lines = (f"{level} {title}" if level else f"**{title}**" for title in groups)
+    return "\n\n".join(f"{line}\n\n{table(heads, rows)}" for line, rows in zip(lines, groups.values(), strict=True))
+
+
 def times(value: float) -> str:
     """How many times, in few digits: 0.04x, 0.9x, 8.6x, 120x."""
     return f"{value:.0f}x" if value >= 99.5 else f"{value:.1f}x" if value >= 0.095 else f"{value:.2f}x"
@@ -54,28 +61,38 @@ def linked(expression: str) -> str:
 # docs/choose.md and docs/costs.md, from records
 
 
+BANDS = {10: "10 times as fast and more", 5: "5 to 10 times as fast", 1: "1 to 5 times as fast", 0: "slower"}
+
+
 def lengths(length: str) -> str:
-    """Gains at one length of every mechanism that was timed there, the fastest first."""
+    """Gains at one length of every mechanism that was timed there, in tables by gain, the fastest first."""
 
     def cell(order: dict[bool, tuple[float, measured.Record]], is_causal: bool) -> str:
         return f"{times(order[is_causal][0])} ({order[is_causal][1].link})" if is_causal in order else "-"
 
     ranked = sorted(measured.at_length(int(length)).items(), key=lambda item: -max(item[1].values())[0])
-    rows = [(linked(name), cell(order, False), cell(order, True)) for name, order in ranked]
-    return table((f"forward at {int(length):,} tokens", "not causal", "causal"), rows)
+    groups: dict[str, list[Any]] = {}
+    for name, order in ranked:
+        gain = max(order.values())[0]
+        band = next(words for least, words in BANDS.items() if gain >= least)
+        groups.setdefault(f"{int(length):,} tokens, {band}", []).append(
+            (linked(name), cell(order, False), cell(order, True))
+        )
+    return grouped(("forward", "not causal", "causal"), groups)
 
 
 def learned() -> str:
-    """What studies found: exact attention, no mixing, and the best of the rest."""
-    rows = []
+    """What studies found, a table a task: exact attention, no mixing, and the best of the rest."""
+    groups: dict[str, list[Any]] = {}
     for study in measured.studies():
         means = measured.learned(study)
         controls = [f"{means.pop(name):.3f}" for name in (measured.EXACT, measured.ALONE)]
         sign = -1 if study.meta["metric"] == "accuracy" else 1
         best = [f"`{name}` {mean:.3f}" for name, mean in sorted(means.items(), key=lambda each: sign * each[1])[:6]]
-        task = f"`{study.meta['task']}`, {measured.conditions(study)}: {study.meta['metric']} ({study.link})"
-        rows.append((task, *controls, f"{', '.join(best)}; of {len(means)}"))
-    return table(("learnt", "exact attention", "no mixing", "the best, of how many"), rows)
+        task = f"`{study.meta['task']}`, {study.meta['metric']}"
+        under = f"{measured.conditions(study)} ({study.link})"
+        groups.setdefault(task, []).append((under, *controls, f"{', '.join(best)}; of {len(means)}"))
+    return grouped(("trained for", "exact attention", "no mixing", "the best, of how many"), groups)
 
 
 def swapped() -> str:
@@ -304,7 +321,7 @@ def recommended() -> str:
 # records/README.md
 
 KINDS = {  # what a record's name begins with -> what it is, and the program where the record has its options only
-    "against-exact": ("mechanisms beside exact attention", "python -m benchmarks.against_exact"),
+    "against-exact": ("in turns with exact attention", "python -m benchmarks.against_exact"),
     "bench": ("every mechanism, the machine's limits, published packages", ""),
     "by-position": ("bits per byte by position, a small Llama extended", ""),
     "chosen-blocks": ("chosen blocks, windows and a Hybrid in MiniLM, untrained", ""),
@@ -323,12 +340,21 @@ KINDS = {  # what a record's name begins with -> what it is, and the program whe
     "whole-models": ("whole models before and after `swap(model)`", ""),
     "window-and-mask": ("a window of pixels beside the same as a mask", "python -m benchmarks.against_exact"),
 }
-OPTIONS = "its options in `experiments/README.md`"
+QUESTIONS = {  # heading of a table -> the kinds of its records
+    "Mechanisms beside exact attention": ("against-exact",),  # a table for each machine: its commands are long
+    "Times of mechanisms": ("bench", "compiled", "cores", "gates", "generation", "window-and-mask"),
+    "Whole models": ("whole-models", "instead", "costs", "chosen-blocks", "by-position"),
+    "Converted models": ("convert",),
+    "Converted models, by length": ("long-texts",),
+    "Documents found": ("retrieval", "late-chunks"),
+    "What mechanisms learn": ("study",),
+    "Figures of papers": ("reproduce",),
+}
 
 
 def recorded() -> str:
     """Every record: what it is of, the command that repeats it and what of that is gone, date and machine."""
-    rows = []
+    groups: dict[tuple[int, str], list[Any]] = {}
     for path in sorted(measured.RECORDS.glob("*.json")):
         meta = json.loads(path.read_text(encoding="utf-8"))["meta"]
         kind = next(kind for kind in KINDS if path.name[11:].startswith(kind))
@@ -338,11 +364,17 @@ def recorded() -> str:
         gone = [part for part in given if re.match(r"[A-Z]\w*\(", part) and not measured.today(part, path.name[:10])]
         words = re.sub(r" --(?:resume|restart|out \S+)", "", f"{program} {shlex.join(given)}".strip())
         again = f"`{words}`" + f"; gone or changed since: {', '.join(f'`{part}`' for part in gone)}" * bool(gone)
-        again = {"bench": "`make bench`", "study": f"`python -m experiments.study`, {OPTIONS}"}.get(kind, again)
+        again = {"bench": "`make bench`", "study": "`python -m experiments.study`"}.get(kind, again)
         about = f": `{meta.get('task') or meta.get('reproduction')}`" * (kind in ("study", "reproduce"))
         machine = f"{meta['hardware']}, {meta['threads']} of {meta['cores']} cores" if "hardware" in meta else "-"
-        rows.append((f"[{path.stem[11:]}](./{path.name})", what + about, again, path.name[:10], machine))
-    return table(("file", "what", "command that repeats it now", "date", "machine"), rows)
+        place, heading = next((at, each) for at, each in enumerate(QUESTIONS) if kind in QUESTIONS[each])
+        heading += f", {meta['hardware']}" if kind == "against-exact" else ""
+        when = f"{path.name[:10]}, {machine}"
+        groups.setdefault((place, heading), []).append(
+            (f"[{path.stem[11:]}](./{path.name})", what + about, again, when)
+        )
+    heads = ("file", "what", "command that repeats it now", "date, machine")
+    return grouped(heads, {heading: rows for (_, heading), rows in sorted(groups.items())}, "##")
 
 
 # The page of a mechanism: its idea, pattern, settings, limits and what was measured
@@ -411,10 +443,13 @@ def figures(name: str) -> str:
             body = [(*words, *(each.get(n, "-") for n in columns)) for words, each in cells.items()]
             parts += [f"{record.machine} ({record.link}):", table(("settings", "pass", *map(str, columns)), body)]
     found = [each for each in measured.qualities() if re.search(rf"(?<!\w){name}(?!\w)", each[1])]
-    rows = [(question, f"`{own}`", *rest, record.link) for question, own, *rest, record in found]
-    if rows:
-        parts += ["### Quality", table(("measured", "settings", "result", "exact attention", "record"), rows)]
-    text = "\n\n".join(parts) if known or rows else "No record has it yet."
+    groups: dict[str, list[Any]] = {}
+    for question, own, *rest, record in found:
+        asked, what = re.fullmatch(r"(trained on `.*?`|[^:]*)(?:, |: )(.*)", question).groups()  # type: ignore[union-attr]
+        groups.setdefault(asked[:1].upper() + asked[1:], []).append((what, f"`{own}`", *rest, record.link))
+    if groups:
+        parts += ["### Quality", grouped(("measured", "settings", "result", "exact attention", "record"), groups)]
+    text = "\n\n".join(parts) if known or groups else "No record has it yet."
     return text.replace("](../records", "](../../records")
 
 
@@ -468,25 +503,55 @@ def source(paper: str) -> str:
     return "; ".join(f"[{author} {year}](https://arxiv.org/abs/{number})" for author, year, number in links) or paper
 
 
+FAMILIES = {  # heading of a table of mechanisms -> their names
+    "All pairs of tokens": (
+        "Softmax", "ReLUAttention", "DenseSynthesizer", "RandomSynthesizer", "FactorizedDenseSynthesizer",
+        "FactorizedRandomSynthesizer", "MixtureSynthesizer",
+    ),
+    "Windows and blocks": ("Local", "BlockLocal", "Local2d", "BlockLocal2d", "BigBird"),
+    "Chosen, hashed and sorted keys": ("Selected", "LSH", "Sinkhorn", "SortCut"),
+    "Linear attention": (
+        "LinearAttention", "DecayedLinearAttention", "LogLinearAttention", "LearnedFeatures", "T2R", "CosFormer",
+    ),
+    "Random features": ("Favor", "FavorPlus", "FavorPlusPlus"),
+    "Landmarks and low rank": ("Linformer", "Nystrom"),
+    "Keys summed channel by channel": ("AFTFull", "AFTLocal", "AFTSimple", "AFTConv", "WKV"),
+    "Logarithms and distances": ("LogAttention", "Manhattan"),
+    "Whole tokens, without queries": ("FNet", "GMLP", "MLPMixer"),
+    "Made of others": ("Hybrid", "ByLength", "Adapted"),
+}  # fmt: skip
+FAMILY = {name: family for family, names in FAMILIES.items() for name in names}
+
+
 def overview() -> str:
-    """The table of mechanisms, and the table of contents of their pages."""
-    rows, yes = [], {True: "yes", False: "-"}
+    """A table of mechanisms for each family, and the table of contents of their pages."""
+    groups, yes = {family: list[Any]() for family in FAMILIES}, {True: "yes", False: "-"}
     for name in catalogue.names():
         mechanism = catalogue.default(name)
         t, label = mechanism.traits, f"[`{name}`](ideas/{name}.md)"
         cross = yes[t.cross] if isinstance(mechanism, Attention) else "mixer"
         weights = " + ".join(word for word, has in (("learned", t.learned), ("random", t.random)) if has) or "none"
         can = (yes[t.causal], yes[t.padding], cross, yes[t.mask], t.memory or "-")
-        rows.append((label, t.cost, *can, weights + ", to max_len" * t.bounded, source(t.paper)))
+        row = (label, t.cost, *can, weights + ", to max_len" * t.bounded, source(t.paper))
+        groups[FAMILY[name]].append(row)
     heads = ("mechanism", "time", "causal", "padding", "cross", "any mask", "decoding state", "weights", "source")
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *(f"mechanisms/{name}" for name in catalogue.names()), "```"])
-    return f"{table(heads, rows)}\n\n{toctree}"
+    return f"{grouped(heads, groups, '###')}\n\n{toctree}"
 
 
 def names() -> str:
-    """The names that people know, and what to write."""
-    notes = [k.note if k.exact else f"not here; this is nearest. {k.note[:1].upper()}{k.note[1:]}" for k in KNOWN]
-    return table(("name", "write", ""), [(k.name, f"`{k.write}`", note) for k, note in zip(KNOWN, notes, strict=True)])
+    """The names that people know, and what to write, in a table for each family of what is written."""
+    groups = {family: list[Any]() for family in FAMILIES}
+    for known in KNOWN:
+        note = known.note if known.exact else f"not here; this is nearest. {known.note[:1].upper()}{known.note[1:]}"
+        groups[_family(known.write)].append((known.name, f"`{known.write}`", note))
+    return grouped(("name", "write", ""), groups, "###")
+
+
+def _family(expression: str) -> str:
+    """The family of the first mechanism that an expression names; several are made of others."""
+    named = [name for name in re.findall(r"\w+", expression) if name in FAMILY]
+    return "Made of others" if " + " in expression else FAMILY[named[0]]
 
 
 def vehicles() -> str:

@@ -67,13 +67,17 @@ def command(chosen: Reproduction, recorded: list[str]) -> str:
 
 def overview(records: Iterable[tuple[Reproduction, Reproduced, Path]]) -> str:
     """The closing table: a row for every record."""
-    rows = []
+    groups: dict[str, list[list[str]]] = {"What a mechanism learns or keeps": [], "Time, and published packages": []}
     for chosen, record, _ in records:
         claims = chosen.claims(record)
         agree = f"{sum(claim.holds is True for claim in claims)} of {len(claims)}"
         wrong = "; ".join(claim.paper for claim in claims if claim.holds is False)
-        rows.append([f"[{chosen.title}](reproductions/{chosen.name}.md) ({chosen.paper})", agree, wrong or "-"])
-    held = table(["reproduction", "points that agree", "points that the record disagrees with"], rows)
+        group = [*groups][chosen.name in ("leaks", "cab", "decoding")]
+        groups[group].append(
+            [f"[{chosen.title}](reproductions/{chosen.name}.md) ({chosen.paper})", agree, wrong or "-"]
+        )
+    heads = ["reproduction", "points that agree", "points that the record disagrees with"]
+    held = "\n\n".join(f"## {title}\n\n{table(heads, rows)}" for title, rows in groups.items() if rows)
     words = (
         "Papers' figures and tables, measured here. Each has a script in `experiments/reproductions` that runs from a "
         "clone: `python -m experiments.reproductions.NAME`. By default it takes at most 30 minutes on two cores. "

@@ -223,9 +223,12 @@ def tables(record: Reproduced) -> list[Table]:
         ]
         for row in record.rows
     ]
-    heads = ["package", "layer", "law", "size", "where"]
+    heads = ["layer", "law", "size", "where"]
     return [
-        Table("What is broken, and how far; for lengths and large inputs a count", heads, rows),
+        *(
+            Table(f"{package}: what is broken, and how far", heads, [row for own, *row in rows if own == package])
+            for package in dict.fromkeys(row[0] for row in rows)
+        ),
         Table("All laws", ["", *(law.name for law in LAWS)], grid),
     ]
 
@@ -239,6 +242,7 @@ def why(record: Reproduced) -> list[str]:
         "behind it. Masking later positions does not undo that.",
         "nystrom-attention scales its iterative inverse by a maximum over the whole batch.",
         "aft-pytorch exponentiates keys without taking a maximum away.",
+        "Sizes are of an output's move over the outputs' rms. For lengths and large inputs they are counts.",
         "sinkhorn-transformer averages blocks, masked tokens included. Its causal layer keeps the law of the future.",
         "Inputs and weights are random. A leak there is a leak; its size in a trained model is another.",
         "A law replaces tokens that an output must not depend on. To each a random token is added, and the sum is "

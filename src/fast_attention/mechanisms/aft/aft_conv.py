@@ -1,4 +1,4 @@
-"""AFT-conv (Zhai et al. 2021, section 3.4): biases that depend on the distance only, a convolution for each head."""
+"""AFT-conv (Zhai et al. 2021): biases that depend on the distance only, a convolution for each head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fast_attention.value import at_least
 def conv_band(
     kernel: Float[Tensor, "heads taps"], gain: Float[Tensor, " heads"], shift: Float[Tensor, " heads"]
 ) -> Float[Tensor, "heads 1 taps"]:
-    """``gain (w - mean w) / std w + shift``, head by head: AFT-conv's kernel (arXiv 2105.14103, section 3.4)."""
+    """``gain (w - mean w) / std w + shift``, head by head: AFT-conv's kernel (arXiv 2105.14103)."""
     centred = kernel - kernel.mean(-1, keepdim=True)
     normal = F.normalize(centred, dim=-1) * kernel.shape[-1] ** 0.5  # of standard deviation 1; 0 for equal taps
     return (gain[:, None] * normal + shift[:, None])[:, None]
