@@ -5,6 +5,7 @@ Five minutes with a pretrained model
 Shows how one call makes a pretrained model faster with the same results, and how to see both on your own texts.
 
 The model is MiniLM, an encoder for sentences. Put your own in its place: ``AutoModel.from_pretrained(...)``.
+It needs ``pip install '.[demo]'`` in a clone of the library.
 """
 
 # %%

@@ -5,6 +5,7 @@ Five minutes with layers of your own
 Shows how to build a mechanism into your own model, and that it learns: three small language models of bytes.
 
 ``MultiheadAttention`` has the signature of ``torch.nn.MultiheadAttention``. ``TokenMixer`` takes every mechanism.
+It needs ``pip install '.[lab]'`` in a clone of the library.
 """
 
 # %%

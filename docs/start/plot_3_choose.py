@@ -5,6 +5,7 @@ Five minutes to choose a mechanism
 Shows what a call costs at your length, what ran, and how far its outputs are from exact attention's.
 
 A mechanism pays where its time falls below exact attention's, and only if your task bears what it leaves out.
+It needs ``pip install '.[lab]'`` in a clone of the library.
 """
 
 # %%

@@ -158,7 +158,12 @@ def select(state: Any, index: Tensor) -> Any:
 
 
 def save(state: Any, path: str | os.PathLike[str]) -> None:
-    """Write a state to a file, whole or not at all."""
+    """Write a state of decoding to a file, whole or not at all.
+
+    Args:
+        state: A state that a module or a mechanism returned.
+        path: The file. One that is there is replaced when the new one is complete.
+    """
     content = {"format": FORMAT, "state": _encoded(state)}
     with files.atomic(path) as partial:
         torch.save(content, partial)

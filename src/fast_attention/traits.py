@@ -31,32 +31,55 @@ class Unsupported(NotImplementedError):
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Abilities of a mechanism: read by validation, modules, laws, tables and docs."""
+    """Abilities of a mechanism: read by validation, modules, laws, tables and docs.
 
-    paper: str  # authors, year and arXiv number, or the title of the source
-    formula: str  # one line of mathematics in plain text
-    cost: str  # time, in n tokens, d width, m features, w window, b block, r rank
-    order: float  # exponent of n, checked by counted operations and by measured memory
-    gpu: str = ""  # what computes it on a GPU, in words
-    reads: Literal["qkv", "kv", "qv", "v", "x"] = "qkv"  # no other projection is built
+    Attributes:
+        paper: Authors, year and arXiv number, or the title of the source.
+        formula: One line of mathematics in plain text.
+        cost: Time, in n tokens, d width, m features, w window, b block, r rank.
+        order: The exponent of n in time and memory, checked by counted operations.
+        gpu: What computes it on a GPU, in words.
+        reads: The inputs that it uses. Modules build no other projection.
+        causal: Takes ``is_causal=True``.
+        bidirectional: Takes ``is_causal=False``.
+        padding: Takes a ``key_mask``.
+        cross: Takes any number of queries, of another sequence than the keys.
+        mask: Takes any ``attn_mask``, boolean or additive, and attention dropout.
+        rotary: Scores are, or estimate, a function of ``q . k``, which rotary positions make relative.
+        memory: What decoding keeps: constant, a window, growing. None: it does not decode.
+        positions: Positions are offsets or none; or count from the first visible token; or are places of a grid.
+        bounded: Its weights are for at most ``max_len`` tokens.
+        random: It holds random draws, in buffers.
+        matrix: The output is ``A v``: A can be read by attending to the identity.
+        learned: It has parameters to train, and estimates nothing before that.
+        compile: Works in ``torch.compile(fullgraph=True)``.
+        export: Works in ``torch.export`` and ONNX with a dynamic length.
+        spans: It is laid out over the padded length: a padded input is not computed as the shorter one.
+        approximates: The mechanism that its error is measured against.
+    """
+
+    paper: str
+    formula: str
+    cost: str
+    order: float
+    gpu: str = ""
+    reads: Literal["qkv", "kv", "qv", "v", "x"] = "qkv"
     causal: bool = False
-    bidirectional: bool = True  # can be called without causal order
+    bidirectional: bool = True
     padding: bool = False
-    cross: bool = False  # as many queries as you like: S != L
-    mask: bool = False  # takes an arbitrary attn_mask (boolean or additive) and attention dropout
-    rotary: bool = False  # scores are, or estimate, a function of q . k, which rotary positions make relative
-    memory: Memory | None = None  # of decoding; None: cannot stream
-    positions: Places = (
-        "relative"  # what they are: offsets or none; counted from the first visible token; a grid's places
-    )
-    bounded: bool = False  # its weights are for at most max_len tokens
-    random: bool = False  # holds random draws (buffers), which may be drawn again
-    matrix: bool = True  # the output is A v: A can be read by attending to the identity
-    learned: bool = False  # has parameters to train: not an approximation of anything before that
-    compile: bool = True  # torch.compile(fullgraph=True)
-    export: bool = True  # torch.export and ONNX with a dynamic length
-    spans: bool = False  # laid out over the padded length: a padded input is not computed as the shorter one
-    approximates: str | None = None  # the mechanism its error is measured against
+    cross: bool = False
+    mask: bool = False
+    rotary: bool = False
+    memory: Memory | None = None
+    positions: Places = "relative"
+    bounded: bool = False
+    random: bool = False
+    matrix: bool = True
+    learned: bool = False
+    compile: bool = True
+    export: bool = True
+    spans: bool = False
+    approximates: str | None = None
 
     @property
     def modes(self) -> list[bool]:

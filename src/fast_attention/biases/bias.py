@@ -161,7 +161,7 @@ def _fall(slopes: Float[Tensor, "heads"], offsets: Int[Tensor, "offsets"]) -> Fl
 
 
 class BucketWeights(NamedTuple):
-    """A number for each head and bucket."""
+    """Weights of ``T5Buckets``: ``table`` (heads, buckets) holds what a score gains in each bucket of offsets."""
 
     table: Float[Tensor, "heads buckets"]
 

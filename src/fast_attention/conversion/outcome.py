@@ -10,7 +10,7 @@ TRAINED = "trained text"  # how the names of groups begin that are of a source o
 
 
 class Diverged(ArithmeticError):
-    """The training loss is not finite."""
+    """Raised by ``convert`` when the training loss is NaN or infinite. A lower ``lr`` is the usual remedy."""
 
 
 @dataclass

@@ -20,18 +20,31 @@ MANY = 6  # layers that an error lists
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer of a model."""
+    """One attention layer of a model.
 
-    name: str  # of the module, as in ``model.named_modules()``
-    kind: str  # its class
+    Attributes:
+        name: Its module's name, as in ``model.named_modules()``.
+        kind: Its module's class.
+        heads: Heads of queries.
+        head_dim: The width of a head.
+        is_causal: Whether a query sees earlier tokens only.
+        mechanism: What it runs after the swap, as an expression.
+        why: For a layer that was kept the reason; for a swapped one remarks.
+        replaced: Whether it was swapped.
+        parameters: How many learned parameters came with the mechanism.
+        untrained: What its outputs are worth before training; empty for a layer that was kept.
+    """
+
+    name: str
+    kind: str
     heads: int
     head_dim: int
     is_causal: bool
-    mechanism: str  # what it runs after the swap
-    why: str = ""  # for a layer that was kept: the reason; for a swapped one: remarks
+    mechanism: str
+    why: str = ""
     replaced: bool = True
-    parameters: int = 0  # learned ones that came with it
-    untrained: str = ""  # what its outputs are worth before training: exact, an estimate, nothing; "" where kept
+    parameters: int = 0
+    untrained: str = ""
 
 
 @dataclass(frozen=True)

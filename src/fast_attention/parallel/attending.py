@@ -135,7 +135,19 @@ def run(
     mechanism: Mechanism[Any, Any], inputs: tuple[Tensor, ...], w: Any, *, attn_mask: Tensor | None = None,
     dropout: float = 0.0, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """A module's call over processes: ``attend``, after what cannot be spread is refused."""
+    """Attend over several processes with the arguments that a module has: ``attend``, and refusals by name.
+
+    Args:
+        mechanism: What attends.
+        inputs: q, k and v of this process's tokens, (batch, heads, tokens, width) each.
+        w: The mechanism's weights.
+        attn_mask: Refused where given.
+        dropout: Refused where it is not 0.
+        options: As for ``attend``.
+
+    Raises:
+        Unsupported: A mask, dropout or a mechanism that cannot be spread over processes.
+    """
     if attn_mask is not None or dropout != 0.0:
         what = "an attn_mask" if attn_mask is not None else "attention dropout"
         raise Unsupported(

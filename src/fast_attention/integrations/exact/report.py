@@ -22,17 +22,29 @@ ROUNDS, PATIENCE = 5, 10.0  # of timing both in turns; seconds after which no fu
 
 @dataclass(frozen=True)
 class ExactLayer:
-    """One attention layer of a model, which computes what it did."""
+    """One attention layer of a model, which computes what it did.
 
-    name: str  # of the module, as in ``model.named_modules()``
-    kind: str  # its class
+    Attributes:
+        name: Its module's name, as in ``model.named_modules()``.
+        kind: Its module's class.
+        heads: Heads of queries.
+        head_dim: The width of a head.
+        is_causal: Whether a query sees earlier tokens only.
+        computes: What the layer computes, in words.
+        runs: What runs it now, in words.
+        faster_from: The number of tokens from which it is faster; None where it runs what it ran at any length.
+        padded_from: The number of tokens in padded or packed rows from which each text is computed by itself.
+    """
+
+    name: str
+    kind: str
     heads: int
     head_dim: int
     is_causal: bool
-    computes: str  # what the layer computes, in words
-    runs: str  # what runs it now
-    faster_from: int | None = None  # tokens; None: it runs what it ran at any length
-    padded_from: int | None = None  # tokens of padded or packed rows, each text of which is computed by itself
+    computes: str
+    runs: str
+    faster_from: int | None = None
+    padded_from: int | None = None
 
 
 @dataclass(frozen=True)

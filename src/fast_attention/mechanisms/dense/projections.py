@@ -33,7 +33,7 @@ class Kernels(NamedTuple):
 
 
 class Projection(Value, ABC):
-    """How keys and values become slots."""
+    """Base class of ``Linformer``'s projections: n keys and values (n, E) become ``rank`` slots (rank, E)."""
 
     learned: ClassVar[bool]
     linear: ClassVar[bool] = True  # in the values, so that a matrix stands for it

@@ -58,7 +58,21 @@ def manhattan_attention(
 ) -> Float[Tensor, "*batch length values"]:
     """``h(k_i) v_i + sum_j (log h(k_j) - log h(k_i)) v_j``, channel by channel ("Fast Attention", Eq. 12).
 
-    The sum runs over the keys that token i may see; without its own it has no first term. Settings: see ``Manhattan``.
+    The sum runs over the keys that token i may see; without its own it has no first term.
+
+    Args:
+        q: Queries (..., L, E); not read where ``query_dim`` is 0.
+        k: Keys (..., L, E), of as many tokens.
+        v: Values (..., L, Ev).
+        distance: Signed differences as printed, or a distance; this and the other settings are those of ``Manhattan``.
+        normalize: What divides the sum.
+        reference: Which key is key 1 of the formula.
+        feature_map: h, a positive map of keys.
+        query_dim: 0: no query, as printed. Otherwise a gate on the output.
+        key_dim: None: keys as they come. 1: their mean over the channels.
+        temperature: Divides distances in ``distance="laplacian"``.
+        is_causal: Each token sees itself and earlier ones.
+        key_mask: (..., L), True where a key is visible.
     """
     m = Manhattan(distance, normalize, reference, feature_map, query_dim, key_dim, temperature)
     return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)

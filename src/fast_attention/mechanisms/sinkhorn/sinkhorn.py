@@ -212,7 +212,18 @@ def sortcut_attention(
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax attention of every query to the first ``budget`` sorted blocks (SortCut, arXiv 2002.11296).
 
-    Sorted as in ``sinkhorn_attention``; blocks without a visible token are not counted.
+    Blocks are sorted as in ``sinkhorn_attention``. Blocks without a visible token are not counted.
+
+    Args:
+        q: Queries (..., L, E).
+        k: Keys (..., S, E).
+        v: Values (..., S, Ev).
+        P: Learned weights (heads, E, blocks), which score where a block goes.
+        block_size: Tokens in a block.
+        budget: How many sorted blocks every query sees.
+        num_iterations: Rounds of Sinkhorn's normalisation.
+        temperature: Divides the scores of the sorting.
+        key_mask: (..., S), True where a key is visible.
     """
     block_size = _size(k, block_size)
     keys, values, visible = split_keys(k, v, key_mask, block_size)
