@@ -45,8 +45,8 @@ def _inline(writer: Any, node: nodes.math) -> None:
 
 def _block(writer: Any, node: nodes.math_block) -> None:
     """An equation of its own line, with the number of its ``\\tag`` at the right."""
-    latex, tag = re.fullmatch(r"(.*?)\s*(?:\\tag\{(\w+)\})?\s*", node.astext(), re.S).groups()
-    number = f'<span class="eqno">({tag})</span>' if tag else ""
+    latex, tagged, tag = node.astext().strip().partition("\\tag{")
+    number = f'<span class="eqno">({tag.rstrip("}")})</span>' if tagged else ""
     writer.body.append(f'<div class="math"><div>{mathml(latex, "block")}</div>{number}</div>\n')
     raise nodes.SkipNode
 
