@@ -77,7 +77,7 @@ def empty(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, w: Any) -> State:
 def _draw(weights: Any) -> tuple[float, ...]:
     """The first two random numbers, to tell draws apart; none where reading them would wait for a device."""
     first = next((x for x in _leaves(weights) if not isinstance(x, torch.nn.Parameter)), None)
-    if first is None or operation.obstacle(first):
+    if first is None or operation.unsupported_reason(first):
         return ()
     return tuple(first.reshape(-1)[:2].tolist())
 

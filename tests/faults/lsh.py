@@ -21,7 +21,7 @@ FAULTS = [
     Fault("the core takes 64-bit floats", "mechanisms/lsh/compiled.py", "if q.dtype == torch.float64:", "if q.dtype == torch.float16:",
           "tests/lsh/test_lsh.py -k dense"),
     Fault("a family asks for the device by itself", "mechanisms/lsh/compiled.py",
-          "if obstacle(q) or against(q, q, number=number):", "if not q.is_cpu or against(q, q, number=number):",
+          "if unsupported_reason(q) or against(q, q, number=number):", "if not q.is_cpu or against(q, q, number=number):",
           "tests/engine/test_operation.py -k by_itself"),
     Fault("a full log is written into chunks that older states hold", "mechanisms/lsh/lsh.py", "if not owned:", "if False:",
           "tests/lsh/test_lsh.py -k log"),

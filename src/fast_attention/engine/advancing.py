@@ -73,12 +73,13 @@ def summed_in_chunks(summary: Method) -> Method:
 
 def worthwhile(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a causal call is to go by an ``advance`` that walks through chunks: as many queries as keys, many."""
-    return not operation.obstacle(q, k, v) and q.shape[-2] == k.shape[-2] and _chunk(v) > 0
+    return not operation.unsupported_reason(q, k, v) and q.shape[-2] == k.shape[-2] and _chunk(v) > 0
 
 
 def _size(mechanism: Any, *tokens: Tensor) -> int:
     """Tokens of a chunk, so that states and one chunk's features take about as much; 0 where all are one."""
-    if mechanism.traits.memory != "constant" or operation.obstacle(*tokens) or not (size := _chunk(tokens[-1])):
+    constant = mechanism.traits.memory == "constant"
+    if not constant or operation.unsupported_reason(*tokens) or not (size := _chunk(tokens[-1])):
         return 0
     trace.record("chunk by chunk, with a running state", "many new tokens", chunk=size)
     return size

@@ -42,8 +42,9 @@ def fused_attention(
     if transformed() or (mask is not None and exporting()):
         return open_attention(q, k, v, mask, is_causal=is_causal, dropout=dropout, scale=scale)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    served = operation.obstacle(q) in ("", operation.ASKED)  # the reference's derivatives go by the same kernel
-    custom = wanted and served and dropout == 0.0 and (mask is None or not mask.requires_grad)
+    why = operation.unsupported_reason(q)
+    custom = wanted and why in ("", operation.ASKED)  # the reference's derivatives go by the same kernel
+    custom = custom and dropout == 0.0 and (mask is None or not mask.requires_grad)
     if custom and q.ndim < 4:  # from torch 2.15 on the flash kernel, for four axes only, is chosen for fewer as well
         mask = None if mask is None else mask[None]
         return fused_attention(q[None], k[None], v[None], mask, is_causal=is_causal, scale=scale)[0]

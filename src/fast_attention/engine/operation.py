@@ -190,7 +190,7 @@ def _widens(tensors: Sequence[Any]) -> bool:
     return torch.is_autocast_enabled(tensors[0].device.type)
 
 
-def obstacle(*tensors: Tensor, even: bool = False, anywhere: bool = False) -> str:
+def unsupported_reason(*tensors: Tensor, even: bool = False, anywhere: bool = False) -> str:
     """Why nothing written by hand for a CPU may run on these tensors, which share a device; empty where it may.
 
     For code that is no operation, before what only it knows, a length say: while tracing, a size may be a symbol that
@@ -225,7 +225,7 @@ def _uneven(tensors: Sequence[Tensor]) -> str:
     return ""
 
 
-def gpu_obstacle(*tensors: Tensor, widest: int) -> str:
+def gpu_unsupported_reason(*tensors: Tensor, widest: int) -> str:
     """Why no Triton kernel may run on these tensors; empty where one may.
 
     Args:
@@ -248,7 +248,7 @@ def gpu_obstacle(*tensors: Tensor, widest: int) -> str:
     return "" if HAS_TRITON else "Triton is not installed"
 
 
-def unserved(x: Tensor, why: str) -> None:
+def log_fallback(x: Tensor, why: str) -> None:
     """Record that a kernel did not run where one could have been hoped for: on a GPU, or asked for by name."""
     if not symbolic() and (on_gpu(x) or trace.wanted() == "triton"):
         trace.record("plain operations", why)

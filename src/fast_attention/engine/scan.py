@@ -29,7 +29,7 @@ def prefix_sums(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
     """``y_t = sum_{j <= t} x_j``, in float32 to a few units in the last place at any length."""
     if _simple(x):
         return x.cumsum(-2)
-    return _prefix_plain(x) if operation.obstacle(x) else _PREFIX(x)
+    return _prefix_plain(x) if operation.unsupported_reason(x) else _PREFIX(x)
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def running_max(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
     """``y_t = max_{j <= t} x_j``, at least ``FLOOR``, without a gradient: it is a log scale, which cancels."""
     if _simple(x):
         return x.cummax(-2).values
-    if not operation.obstacle(x):
+    if not operation.unsupported_reason(x):
         return accumulate_(x.clone(memory_format=torch.contiguous_format), combine=torch.maximum)
     inside = cummax(split(x, BLOCK))
     before = _shifted(cummax(inside[..., -1, :]), FLOOR)

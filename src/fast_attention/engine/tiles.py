@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 
 from fast_attention import core
 from fast_attention.engine import masks, trace
-from fast_attention.engine.operation import HALVES_AND_SINGLE, Fast, Operation, Tensors, obstacle
+from fast_attention.engine.operation import HALVES_AND_SINGLE, Fast, Operation, Tensors, unsupported_reason
 
 ROWS = 48  # queries of a tile whose keys move on with the query: 92 % of the products are of visible pairs
 MOST_ROWS = 96  # of any tile
@@ -145,7 +145,7 @@ def chosen(
 
 def unsupported(*tensors: Tensor) -> str:
     """Why the core does not serve these tensors; empty where it does."""
-    return obstacle(*tensors) or against(*tensors)
+    return unsupported_reason(*tensors) or against(*tensors)
 
 
 def against(*tensors: Tensor | None, **settings: Any) -> str:

@@ -45,11 +45,11 @@ def rounded(length: int) -> int:
     return -(-length // step) * step
 
 
-def obstacle(q: Tensor, k: Tensor, v: Tensor) -> str:
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Why FlexAttention does not compute softmax over parts of these pairs; empty where it does."""
     if symbolic():
         return "traced"
-    if why := operation.gpu_obstacle(q, k, v, widest=max(WIDTHS)):
+    if why := operation.gpu_unsupported_reason(q, k, v, widest=max(WIDTHS)):
         return why
     if q.dtype == torch.float32:
         return "float32, which FlexAttention is not used for"

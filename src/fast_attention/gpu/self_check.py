@@ -49,7 +49,7 @@ class Case(NamedTuple):
         return cls(name, partial(_unlike_forms, make))
 
 
-def obstacle(case: Case, q: Tensor, v: Tensor, *, masked: bool) -> str:
+def unsupported_reason(case: Case, q: Tensor, v: Tensor, *, masked: bool) -> str:
     """Why the kernels are not trusted for such heads here; empty where they are.
 
     While a CUDA graph is captured nothing can be compared: what was found before counts.

@@ -155,7 +155,7 @@ def _plan(
 ) -> tuple[Layer, Bound]:
     """The report of a layer, and its mechanism: the wanted one, or exact attention where that cannot serve."""
     module, positions = model.get_submodule(name), relative.of(model, name)
-    reason = UNNAMED if mechanism is None else _obstacle(mechanism, call, positions)
+    reason = UNNAMED if mechanism is None else _unsupported_reason(mechanism, call, positions)
     chosen_mechanism: Any = relative.given(Softmax() if mechanism is None or reason else mechanism, positions)
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.bounded else 0)
@@ -171,7 +171,7 @@ def _plan(
     return layer, bound
 
 
-def _obstacle(mechanism: Mechanism[Any, Any], call: Call, positions: relative.Positions | None) -> str:
+def _unsupported_reason(mechanism: Mechanism[Any, Any], call: Call, positions: relative.Positions | None) -> str:
     """The reason why a mechanism cannot serve a layer; empty if it can."""
     traits = mechanism.traits
     if not isinstance(mechanism, Attention):
@@ -191,7 +191,7 @@ def _obstacle(mechanism: Mechanism[Any, Any], call: Call, positions: relative.Po
         )
     if SINKS in call.extra and not (isinstance(mechanism, TakesSinks) and mechanism.takes_sinks):
         return f"the layer has sinks (s_aux), which {mechanism!r} does not take: {SINKS_ARE_TAKEN}"
-    if reason := relative.obstacle(mechanism, tuple(x for x in call.extra if x != SINKS), positions):
+    if reason := relative.unsupported_reason(mechanism, tuple(x for x in call.extra if x != SINKS), positions):
         return reason
     if not traits.padding:
         return f"{mechanism!r} takes no padded batches (traits.padding)"

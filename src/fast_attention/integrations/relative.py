@@ -153,7 +153,7 @@ def given(mechanism: Any, positions: Positions | None) -> Any:
     return mechanism if biased is None else biased
 
 
-def obstacle(mechanism: Any, extra: tuple[str, ...], positions: Positions | None) -> str:
+def unsupported_reason(mechanism: Any, extra: tuple[str, ...], positions: Positions | None) -> str:
     """The reason why a mechanism cannot serve a layer whose scores get these extra arguments; empty if it can."""
     added = [name for name in extra if name != "position_bias"]
     if positions is None:

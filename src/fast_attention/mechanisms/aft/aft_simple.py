@@ -77,7 +77,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         """Outputs of new tokens, and the pool of all keys up to the last."""
         same_width(self, k, v)
         if why := gpu.serves(q, k, v, key_mask):
-            operation.unserved(q, why)
+            operation.log_fallback(q, why)
             return self._advance(q, k, v, w, state, key_mask=key_mask)
         return gpu.advance(q, k, v, key_mask, state)
 

@@ -17,8 +17,8 @@ WIDEST = 1 << 16  # channels: any number, which a program takes a few of
 
 def serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
     """Why kernels cannot compute this call; empty where they can."""
-    why = operation.gpu_obstacle(q, k, v, widest=WIDEST)
-    return why or self_check.obstacle(self_check.pools(), q, v, masked=key_mask is not None)
+    why = operation.gpu_unsupported_reason(q, k, v, widest=WIDEST)
+    return why or self_check.unsupported_reason(self_check.pools(), q, v, masked=key_mask is not None)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor:

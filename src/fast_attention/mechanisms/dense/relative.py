@@ -56,7 +56,7 @@ def relative_attention(
 BLOCK_ROWS, PARTS = 768, 8  # at least so many queries of a causal block, or as many as make so many blocks
 
 
-def obstacle(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> str:
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> str:
     """Why the kernel does not serve scores with numbers; empty where it does."""
     if is_causal and q.shape[-2] > k.shape[-2]:
         return "queries before the first key"
@@ -206,7 +206,7 @@ def _serves(
     """Why neither the core nor the flash kernel serves."""
     why = tiles.against(q, k, v)
     alone = numbers is not None and vectors is None and not numbers.requires_grad  # the kernel gives a mask no gradient
-    return "" if why and alone and not obstacle(q, k, v, is_causal=is_causal, scale=scale) else why
+    return "" if why and alone and not unsupported_reason(q, k, v, is_causal=is_causal, scale=scale) else why
 
 
 def _on_cpu(

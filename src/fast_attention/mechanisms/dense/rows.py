@@ -58,7 +58,7 @@ def attend(
 
 def against(v: Tensor, length: int, at_least: int = PAYING) -> str:
     """Why blocks would not do; empty where they do, from ``at_least`` scores of one head on."""
-    return operation.obstacle(v) or few(v, length, at_least)
+    return operation.unsupported_reason(v) or few(v, length, at_least)
 
 
 def few(v: Tensor, length: int, at_least: int = PAYING) -> str:

@@ -149,7 +149,7 @@ _MULTIPLE = 8  # of the wider columns
 
 def serves(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
     """Whether the kernel takes these four-dimensional tensors, and outputs and gradients need no other form."""
-    if operation.obstacle(q, k, v) or q.ndim != 4:
+    if operation.unsupported_reason(q, k, v) or q.ndim != 4:
         return False
     if torch.is_autocast_enabled("cpu") or (is_causal and q.shape[-2] != k.shape[-2]):
         return False

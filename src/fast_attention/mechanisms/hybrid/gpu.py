@@ -36,7 +36,7 @@ class Part(NamedTuple):
     mean: Float[Tensor, "*batch length values"]
 
 
-def obstacle(
+def unsupported_reason(
     near: BlockLocal | Selected, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool
 ) -> str:
     """Why this call does not run this way; empty where it does."""
@@ -46,7 +46,7 @@ def obstacle(
         return "a bias"
     if not symbolic() and near.covers(q.shape[-2], k.shape[-2], is_causal=is_causal):
         return "all keys are near"
-    return patterns.obstacle(q, k, v, key_mask, logged=True)
+    return patterns.unsupported_reason(q, k, v, key_mask, logged=True)
 
 
 def near_part(

@@ -281,7 +281,7 @@ class Hybrid(NearFar[HybridState]):
             return "chosen blocks"
         far, bias, learned = self.parts(w, q)
         maps = None if traced() else self.far.core_map(far)
-        if (why := compiled.obstacle(q, k, v, maps)) or maps is None:
+        if (why := compiled.unsupported_reason(q, k, v, maps)) or maps is None:
             return why
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.positions(visible, first=self.first, last=0 if is_causal else self.last)
@@ -308,7 +308,7 @@ class Hybrid(NearFar[HybridState]):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Near and far keys under one normaliser, or exact attention where the near part covers everything."""
-        if gpu.obstacle(self.near, q, k, v, key_mask, is_causal=is_causal):
+        if gpu.unsupported_reason(self.near, q, k, v, key_mask, is_causal=is_causal):
             return self._attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
         near, (far_w, _, learned) = self.window, self.parts(w, q)
         out, logs = gpu.near_part(near, q, k, v, key_mask, is_causal=is_causal)

@@ -30,7 +30,7 @@ def serves(
 ) -> str:  # fmt: skip
     """Why kernels cannot compute this call; empty where they can."""
     ones = normalize and not is_causal
-    if why := operation.gpu_obstacle(q, k, v, widest=WIDEST - ones):
+    if why := operation.gpu_unsupported_reason(q, k, v, widest=WIDEST - ones):
         return why
     if not isinstance(phi, Elementwise):
         return "a feature map that is not elementwise"
@@ -39,7 +39,7 @@ def serves(
     if not is_causal:  # heads as ``attend`` has them then
         q, v = (q.new_empty((0, x.shape[-1] + one), dtype=torch.float32) for x, one in ((q, 0), (v, ones)))
     case = self_check.decayed(phi, normalized=normalize and is_causal)
-    return self_check.obstacle(case, q, v, masked=key_mask is not None)
+    return self_check.unsupported_reason(case, q, v, masked=key_mask is not None)
 
 
 def advances(

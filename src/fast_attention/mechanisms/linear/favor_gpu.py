@@ -25,13 +25,14 @@ def serves(
     key_rows: Tensor | None, *state: Tensor | None, hyperbolic: bool, **settings: Any,
 ) -> str:  # fmt: skip
     """Why kernels cannot compute attention from these features; empty where they can."""
-    why = operation.gpu_obstacle(q, k, widest=WIDEST_PROJECTED) or operation.gpu_obstacle(q, v, widest=WIDEST)
+    why = operation.gpu_unsupported_reason(q, k, widest=WIDEST_PROJECTED)
+    why = why or operation.gpu_unsupported_reason(q, v, widest=WIDEST)
     if why:
         return why
     if bias is not None and bias.requires_grad:
         return "a bias that is trained"
     case = self_check.exponential(MAPS[hyperbolic].width(rows), q.shape[-1])
-    return self_check.obstacle(case, q, v, masked=key_mask is not None)
+    return self_check.unsupported_reason(case, q, v, masked=key_mask is not None)
 
 
 def advances(*tensors: Any, **settings: Any) -> str:

@@ -23,8 +23,8 @@ FEW = 16  # new tokens up to which plain operations take a state on
 
 def serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Any, number: int, **settings: Any) -> str:
     """Why kernels cannot compute linear attention with this map; empty where they can."""
-    why = operation.gpu_obstacle(q, k, v, widest=WIDEST)
-    return why or self_check.obstacle(self_check.elementwise(MAPS[number]), q, v, masked=key_mask is not None)
+    why = operation.gpu_unsupported_reason(q, k, v, widest=WIDEST)
+    return why or self_check.unsupported_reason(self_check.elementwise(MAPS[number]), q, v, masked=key_mask is not None)
 
 
 def advances(*tensors: Any, **settings: Any) -> str:

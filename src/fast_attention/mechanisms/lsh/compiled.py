@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fast_attention import core
 from fast_attention.engine import trace
-from fast_attention.engine.operation import Fast, Operation, obstacle
+from fast_attention.engine.operation import Fast, Operation, unsupported_reason
 from fast_attention.mechanisms.lsh.reference import SHORTEST, Codes, Rules, Tokens, hashed_softmax
 from fast_attention.mechanisms.lsh.reference import buckets as reference_buckets
 
@@ -27,7 +27,7 @@ def against(q: Tensor, v: Tensor, *others: Tensor, number: int, **settings: Any)
 
 def buckets(q: Tokens, rotations: Tensor, sizes: tuple[int, ...], number: int) -> Codes:
     """``reference.buckets``, where the core serves in one product and no other operation of torch."""
-    if obstacle(q) or against(q, q, number=number):
+    if unsupported_reason(q) or against(q, q, number=number):
         return reference_buckets(q, rotations, sizes)
     tokens, rounds = _four_axes(q), rotations.shape[1]
     found = torch.empty(*q.shape[:-2], rounds, q.shape[-2], dtype=torch.int32)

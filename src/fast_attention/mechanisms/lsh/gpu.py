@@ -21,16 +21,16 @@ PAIRS = 1 << 24  # of blocks, lanes and rounds together: FlexAttention lists som
 FAR = 1 << 30  # more than any code
 
 
-def obstacle(q: Tensor, v: Tensor, rounds: int) -> str:
+def unsupported_reason(q: Tensor, v: Tensor, rounds: int) -> str:
     """Why FlexAttention does not compute this call; empty where it does."""
     if not symbolic():
         q, v = (_of_rounds(x, rounds) for x in (q, v))
-    if why := patterns.obstacle(q, q, v, None, logged=True):
+    if why := patterns.unsupported_reason(q, q, v, None, logged=True):
         return why
     if q[..., 0, 0].numel() * (flex.rounded(q.shape[-2]) // flex.SIZE) ** 2 <= PAIRS:
         return ""
     why = f"more than {PAIRS} pairs of blocks in all rounds"
-    operation.unserved(q, why)
+    operation.log_fallback(q, why)
     return why
 
 

@@ -64,7 +64,7 @@ def lsh_attention(
     rules = Rules(
         math.prod(sizes), bucket_size, ranked, attend_across_buckets, is_causal, correct_duplicates, float(scale)
     )
-    rounded = None if gpu.obstacle(q, v, rotations.shape[1]) else q.dtype
+    rounded = None if gpu.unsupported_reason(q, v, rotations.shape[1]) else q.dtype
     return _hashed(q, v, rotations, sizes, rules, key_mask, rounded)
 
 

@@ -62,7 +62,8 @@ def pooled(
 
 def _sums(blocks: Float[Tensor, "*batch blocks size width"]) -> Float[Tensor, "*batch blocks width"]:
     """``blocks.sum(-2, dtype=torch.float64)``, which would make a copy of all in float64 on a CPU, head by head."""
-    if operation.obstacle(blocks) or blocks.dtype == torch.float64 or blocks.dim() < 4 or short(blocks.flatten(-3, -2)):
+    doubles = blocks.dtype == torch.float64
+    if operation.unsupported_reason(blocks) or doubles or blocks.dim() < 4 or short(blocks.flatten(-3, -2)):
         return blocks.sum(-2, dtype=torch.float64)
     heads = blocks.flatten(0, -4)
     copy = heads.new_empty(heads.shape[1:], dtype=torch.float64)
