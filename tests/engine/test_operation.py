@@ -58,7 +58,7 @@ def test_no_family_asks_the_compiler_or_a_device_by_itself() -> None:
         for question in questions(path):
             key = path.relative_to(SOURCE).as_posix(), question
             counts[key] = counts.get(key, 0) + 1
-    assert counts == ASKED, "ask engine.operation.unsupported_reason whether a fast path may run, tracing.symbolic about sizes"
+    assert counts == ASKED, "ask operation.unsupported_reason whether a fast path may run, tracing.symbolic about sizes"
 
 
 def tensors(*shapes: tuple[int, ...], **options: Any) -> list[Tensor]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import plain
+from fast_attention.gpu.calls import KernelSet
 from fast_attention.gpu.operations import Passed, Results, scan_like
 from fast_attention.gpu.tensors import as_bytes, contiguous, kernels, launched
-from fast_attention.gpu.walking import Forms
 
 
 def _launch(x: Tensor, v: Tensor, log_decay: Tensor, code: int, offset: float, normalized: bool) -> Any:
@@ -91,7 +91,9 @@ def plain_scan(
 decayed_scan = kernels(plain_scan, _scan, _scan_vjp, scan_like, outputs=2)
 
 
-def forms(log_decay: Tensor, eps: float, code: int, offset: float, normalized: bool) -> tuple[Forms, Forms]:
+def kernel_set(
+    log_decay: Tensor, eps: float, code: int, offset: float, normalized: bool
+) -> tuple[KernelSet, KernelSet]:
     """The kernels and their plain twins, for tokens that decay so; not causal there are none."""
     settings: Any = {"eps": eps, "code": code, "offset": offset, "normalized": normalized}
 
@@ -101,4 +103,4 @@ def forms(log_decay: Tensor, eps: float, code: int, offset: float, normalized: b
     def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor) -> Any:
         return _step(q, k, v, mask, state, log_decay[..., :1], **settings)
 
-    return Forms(scan(decayed_scan), None, None, step), Forms(scan(plain_scan), None, None, scan(plain_scan))
+    return KernelSet(scan(decayed_scan), None, None, step), KernelSet(scan(plain_scan), None, None, scan(plain_scan))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import plain
+from fast_attention.gpu.calls import KernelSet
 from fast_attention.gpu.tensors import as_bytes, contiguous, kernels, launched, rest_like
-from fast_attention.gpu.walking import Forms
 
 Results = tuple[Tensor, ...]
 Passed = tuple[Any, Results]  # outputs; what is kept, with what rounding took of outputs in sixteen bits
@@ -126,10 +126,10 @@ key_sums = kernels(plain.key_sums, _sums, _sums_vjp, _sums_like)
 read_sums = kernels(plain.read_sums, _read, _read_vjp, _read_like)
 
 
-def forms(eps: float, code: int, offset: float) -> Forms:
+def kernel_set(eps: float, code: int, offset: float) -> KernelSet:
     """The kernels with one map."""
     of_map: Any = {"code": code, "offset": offset}
-    return Forms(
+    return KernelSet(
         lambda q, k, v, mask, first: chunk_scan(q, k, v, mask, first, eps=eps, **of_map),
         lambda k, v, mask: key_sums(k, v, mask, **of_map),
         lambda q, sums: read_sums(q, sums, eps=eps, **of_map),

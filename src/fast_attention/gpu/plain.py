@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.gpu.calls import KernelSet
 from fast_attention.gpu.maps import ELU, RELU
 from fast_attention.gpu.maps import SMALLEST as SMALLEST
-from fast_attention.gpu.walking import Forms
 
 CHUNK = 128  # tokens
 
@@ -47,10 +47,10 @@ def read_sums(q: Tensor, sums: Tensor, *, eps: float, code: int, offset: float) 
     return quotient(features(q, code, offset) @ apart(sums, D, sums.shape[-1] // D - 1), eps).to(q.dtype)
 
 
-def forms(eps: float, code: int, offset: float) -> Forms:
+def kernel_set(eps: float, code: int, offset: float) -> KernelSet:
     """Plain functions with one map."""
     of_map: Any = {"code": code, "offset": offset}
-    return Forms(
+    return KernelSet(
         lambda q, k, v, mask, first: scan(q, k, v, mask, first, eps=eps, **of_map),
         lambda k, v, mask: key_sums(k, v, mask, **of_map),
         lambda q, sums: read_sums(q, sums, eps=eps, **of_map),

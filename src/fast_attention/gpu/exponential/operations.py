@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fast_attention.gpu.calls import KernelSet
 from fast_attention.gpu.configurations import exponential
 from fast_attention.gpu.exponential import plain
 from fast_attention.gpu.operations import Passed, Results
 from fast_attention.gpu.tensors import as_bytes, contiguous, kernels, launched, rest_like
-from fast_attention.gpu.walking import Forms
 
 
 def _launching() -> Any:
@@ -156,9 +156,9 @@ feature_sums = kernels(plain.key_sums, _sums, _sums_vjp, _sums_like)
 feature_read = kernels(plain.read_sums, _read, _read_vjp, _read_like)
 
 
-def forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, begins: Tensor | None = None) -> Forms:
+def kernel_set(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, begins: Tensor | None = None) -> KernelSet:
     """The kernels with one projection; ``begins``: of packed sequences, causal."""
-    return Forms(
+    return KernelSet(
         lambda q, k, v, mask, first: feature_scan(q, k, v, mask, first, query_rows, key_rows, bias, begins),
         lambda k, v, mask: feature_sums(k, v, mask, key_rows, bias),
         lambda q, sums: feature_read(q, sums, query_rows, bias),

@@ -97,15 +97,15 @@ def running_sums(
         state = STATES + (n * chunks + chunk) * numbers
         if PACKED and not REVERSED:
             products, sums, scales = dropped(products, sums, scales, tl.load(BEGINS + chunk) != 0)
-        more = tl.load(state + at, mask=inside, other=0.0)
-        further = tl.load(state + D * E + columns, mask=some, other=0.0)
-        theirs = tl.load(state + D * E + D + columns, mask=some, other=FLOOR)
+        new_products = tl.load(state + at, mask=inside, other=0.0)
+        new_sums = tl.load(state + D * E + columns, mask=some, other=0.0)
+        new_scales = tl.load(state + D * E + D + columns, mask=some, other=FLOOR)
         tl.store(state + at, products, mask=inside)
         tl.store(state + D * E + columns, sums, mask=some)
         tl.store(state + D * E + D + columns, scales, mask=some)
-        larger = tl.maximum(scales, theirs)
-        a, b = tl.exp(scales - larger), tl.exp(theirs - larger)
-        products, sums, scales = products * a[:, None] + more * b[:, None], sums * a + further * b, larger
+        larger = tl.maximum(scales, new_scales)
+        a, b = tl.exp(scales - larger), tl.exp(new_scales - larger)
+        products, sums, scales = products * a[:, None] + new_products * b[:, None], sums * a + new_sums * b, larger
         if PACKED and REVERSED:
             products, sums, scales = dropped(products, sums, scales, tl.load(BEGINS + chunk) != 0)
     LAST += n * numbers

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fast_attention.gpu.calls import KernelSet
 from fast_attention.gpu.operations import Passed
 from fast_attention.gpu.pooling import plain
 from fast_attention.gpu.tensors import as_bytes, contiguous, kernels, launched, rest_like
-from fast_attention.gpu.walking import Forms
 
 
 def _launch(x: Tensor, begins: Tensor | None = None) -> Any:
@@ -107,9 +107,9 @@ pool_sums = kernels(plain.sums, _sums, _sums_vjp, _sums_like)
 pool_read = kernels(plain.read, _read, _read_vjp, _read_like)
 
 
-def forms(gated: bool, begins: Tensor | None = None) -> Forms:
+def kernel_set(gated: bool, begins: Tensor | None = None) -> KernelSet:
     """The kernels; ``begins``: of packed sequences, causal."""
-    return Forms(
+    return KernelSet(
         lambda q, k, v, mask, first: pool_scan(q, k, v, mask, first, begins, gated=gated),
         pool_sums,
         lambda q, pool: pool_read(q, pool, gated=gated),
