@@ -98,18 +98,18 @@ def validated(state: Any, expected: State) -> Any:
     return state.held
 
 
-def apart(held: Any, *given: Tensor | None, at_start: bool) -> Any:
+def copy_if_aliased(held: Any, *given: Tensor | None, at_start: bool) -> Any:
     """A mechanism's state with copies of what lies in the memory of ``given``: the caller may write there again.
 
     Tensors without memory, of traced code, are copied ``at_start``: a first state may be the caller's tensors.
     """
-    known = not traced() and not wrapped(given)
-    memory = {x.untyped_storage().data_ptr() for x in given if known and x is not None}
+    has_memory = not traced() and not wrapped(given)
+    memory = {x.untyped_storage().data_ptr() for x in given if has_memory and x is not None}
 
-    def kept(x: Tensor) -> Tensor:
-        return x.clone() if (x.untyped_storage().data_ptr() in memory if known else at_start) else x
+    def unaliased(x: Tensor) -> Tensor:
+        return x.clone() if (x.untyped_storage().data_ptr() in memory if has_memory else at_start) else x
 
-    return _mapped(held, kept, 0)
+    return _mapped(held, unaliased, 0)
 
 
 def combined(mechanism: str, earlier: Any, later: Any) -> State:

@@ -36,7 +36,7 @@ def attend(
     """
     options: Any = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout}
     checks.tensors(q=q, k=k, v=v)
-    checks.heads(q, k, v, alike=False, grouped=True)
+    checks.heads(q, k, v, same_width=False, grouped=True)
     heads.divide(q.shape[-3], k=k, v=v)
     groups, length = k.shape[-3], q.shape[-2]
     if groups == v.shape[-3] == q.shape[-3]:

@@ -217,7 +217,7 @@ class Attention(Mechanism[W, S]):
         else:
             k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
             out, held = in_dtype_of_tokens(self.advance, q, k, v, weights, held, key_mask=mask)
-        return out, replaced(new_state, held=decoding.apart(held, *given, at_start=state is None))
+        return out, replaced(new_state, held=decoding.copy_if_aliased(held, *given, at_start=state is None))
 
     def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
         """The state of a chunk of keys (..., H, N, E) and values (..., H, N, Ev), some masked by ``key_mask``.
@@ -232,7 +232,8 @@ class Attention(Mechanism[W, S]):
         self.check(traits, k, k, v, True, key_mask)
         keys, values, mask = checks.without_masked(k, v, key_mask, traits.reads)
         held = self.summary(keys, values, checks.weights(self, w, k), key_mask=mask)
-        return replaced(decoding.empty(self, k, k, v, w), held=decoding.apart(held, k, v, key_mask, at_start=True))
+        held = decoding.copy_if_aliased(held, k, v, key_mask, at_start=True)
+        return replaced(decoding.empty(self, k, k, v, w), held=held)
 
     def combine(self, earlier: State, later: State) -> State:
         """The state of two neighbouring chunks, associatively (``memory="constant"`` only).
@@ -270,7 +271,7 @@ class Attention(Mechanism[W, S]):
     def check(self, traits: Traits, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
         """Raise unless the tensors fit one another and these traits, which are the mechanism's."""
         checks.tensors(q=q, k=k, v=v)
-        checks.heads(q, k, v, alike=traits.reads == "qkv")
+        checks.heads(q, k, v, same_width=traits.reads == "qkv")
         if q.shape[-2] != k.shape[-2] and not traits.cross:
             raise self.refuse(f"cross attention ({q.shape[-2]} queries, {k.shape[-2]} keys)", "cross")
         self._check_masks(traits, is_causal, key_mask, q.shape[:-3], k)

@@ -364,8 +364,8 @@ FAULTS = [
     Fault(
         "a sink token that is near counts twice",
         "mechanisms/hybrid/gpu.py",
-        "(apart <= near.after)",
-        "(apart < 0 * near.after)",
+        "(block_offset <= near.after)",
+        "(block_offset < 0 * near.after)",
         HYBRID + "plain_form",
     ),
     Fault(

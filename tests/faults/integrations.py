@@ -142,7 +142,7 @@ FAULTS = [
           "tests/integrations/test_swap_sinks.py -k 'own_sinks and mechanism1'"),
     Fault("T5's decoder has buckets of both directions", "integrations/relative.py", "bidirectional=not holder.is_decoder", "bidirectional=True",
           "tests/integrations/test_swap_positions.py -k 'inside_a_window and UMT5'"),
-    Fault("T5 computes a bias of all pairs beside a window", "integrations/hugging_face.py", "needs_bias = served and", "needs_bias = False and",
+    Fault("T5 computes a bias of all pairs beside a window", "integrations/hugging_face.py", "needs_bias = adds_positions and", "needs_bias = False and",
           "tests/integrations/test_swap_positions.py -k 'as_large and MT5'"),
     Fault("a bias of all pairs is added twice", "integrations/attention.py", "if relative.carries(bound.mechanism):", "if False:",
           "tests/integrations/test_swap_positions.py -k 'by_tokens and Softmax'"),

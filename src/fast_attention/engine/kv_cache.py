@@ -78,8 +78,8 @@ def _must_copy(earlier: Tensor, later: Tensor) -> bool:
         return True
     if on_gpu(earlier) and torch.cuda.is_current_stream_capturing():
         return True
-    alike = earlier.dtype == later.dtype and earlier.device == later.device
-    return not alike or earlier.shape[:-2] != later.shape[:-2] or earlier.shape[-1] != later.shape[-1]
+    same_kind = earlier.dtype == later.dtype and earlier.device == later.device
+    return not same_kind or earlier.shape[:-2] != later.shape[:-2] or earlier.shape[-1] != later.shape[-1]
 
 
 def _continued(earlier: Tensor, length: int) -> Tensor | None:

@@ -145,7 +145,7 @@ class Operation:
                 return self.cuda, ""
             if self.cuda.like is None:
                 trace.record("plain operations", against)
-        if self.cpu is None or not served(first):
+        if self.cpu is None or not has_cpu_path(first):
             return None, why
         why = _against(self.cpu, tensors, settings)
         return (None if why else self.cpu), why
@@ -157,7 +157,7 @@ class Operation:
             kernels = fast is not None and (fast.backward is None or fast.like is not None)
             if fast is not None and kernels and on_gpu(first) and not fast.serves(*tensors, **settings):
                 return fast.forward(*tensors, **settings) if fast.like is None else self._node(tensors, settings)
-            if isinstance(self._node, Recorded) and served(first):
+            if isinstance(self._node, Recorded) and has_cpu_path(first):
                 return self._node(tensors, settings)
         return self.reference(*tensors, **settings)
 
@@ -205,7 +205,7 @@ def unsupported_reason(*tensors: Tensor, even: bool = False, anywhere: bool = Fa
         return "traced"
     if trace.wanted() == "reference":
         return ASKED
-    if not anywhere and not served(tensors[0]):
+    if not anywhere and not has_cpu_path(tensors[0]):
         return "not on a CPU"
     for x in tensors:
         if type(x) is not Tensor and wrapped((x,)):
@@ -254,7 +254,7 @@ def log_fallback(x: Tensor, why: str) -> None:
         trace.record("plain operations", why)
 
 
-def served(x: Tensor) -> bool:
+def has_cpu_path(x: Tensor) -> bool:
     """Whether what is written for CPUs can read ``x``."""
     return x.is_cpu
 

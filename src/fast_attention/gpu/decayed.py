@@ -73,7 +73,7 @@ def plain_scan(
     D, E, outs = q.shape[-1], v.shape[-1], []
     x, keys, values = plain.features(q, code, offset), *plain.masked(k, v, key_mask, code, offset)
     values = torch.cat([values, torch.ones_like(values[..., :1])], -1)
-    state = values.new_zeros((*q.shape[:-2], D, E + 1)) if first is None else plain.apart(first, D, E)
+    state = values.new_zeros((*q.shape[:-2], D, E + 1)) if first is None else plain.unpack_state(first, D, E)
     for i in range(0, q.shape[-2], plain.CHUNK):
         at = slice(i, i + plain.CHUNK)
         logs = log_decay[..., at].double().cumsum(-1)
@@ -85,7 +85,7 @@ def plain_scan(
         state = since[..., -1:, :] * state + (chunk * until).mT @ values[..., at, :]
     sums = torch.cat(outs, -2)
     out = plain.quotient(sums, eps) if normalized else sums[..., :-1]
-    return out.to(q.dtype), plain.together(state)
+    return out.to(q.dtype), plain.pack_state(state)
 
 
 decayed_scan = kernels(plain_scan, _scan, _scan_vjp, scan_like, outputs=2)

@@ -252,7 +252,7 @@ def _run_masked(
         raise Unsupported(f"{bound.mechanism!r} takes no scores with {', '.join(unknown)}: keep the model's attention")
     mask, order = visibility.dense(), {}
     if visibility.packing is not None:
-        mask = packed_rows.apart(mask, visibility.packing, len(q))
+        mask = packed_rows.per_sequence_mask(mask, visibility.packing, len(q))
     elif bound.mechanism.traits.positions == "absolute":
         keys, order = visible.order(bound.mechanism, visibility, mask, q.shape[-2])
         k, v, mask = k[..., :keys, :], v[..., :keys, :], mask[..., :keys]

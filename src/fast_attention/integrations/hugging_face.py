@@ -238,10 +238,11 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not isinstance(swapped, Swapped):
         return None
     cache = _cache_in(args, kwargs) if getattr(module, "is_causal", False) else None
-    served = swapped.positions is not None and any(swapped.serves(x) for x in (*args, *kwargs.values()))
+    given = (*args, *kwargs.values())
+    adds_positions = swapped.positions is not None and any(swapped.adds_positions(x) for x in given)
     state = None if cache is None else swapped.state_in(cache, module)
-    calls.begin(module, cache=state, served=served)
-    needs_bias = served and kwargs.get("position_bias", relative) is None
+    calls.begin(module, cache=state, adds_positions=adds_positions)
+    needs_bias = adds_positions and kwargs.get("position_bias", relative) is None
     return (args, {**kwargs, "position_bias": relative.NOTHING}) if needs_bias else None
 
 

@@ -48,8 +48,8 @@ def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callabl
         dense: Makes the dense mask.
     """
     if sees in (causal_mask_function, bidirectional_mask_function):
-        alike = replace(positions, batch=1, first_query=positions.first_query - positions.first_key, first_key=0)
-        return replace(_known(sees, alike), tokens=tokens, dense=dense)
+        shifted = replace(positions, batch=1, first_query=positions.first_query - positions.first_key, first_key=0)
+        return replace(_known(sees, shifted), tokens=tokens, dense=dense)
     return replace(_structure(sees, positions), tokens=tokens, dense=dense)
 
 

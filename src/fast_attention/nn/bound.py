@@ -151,10 +151,10 @@ class Bound(Spread, nn.Module):
         run = partial(self._call, mechanism, w, **options)
         if cu_seqlens is None and lengths is None:
             return run(*inputs, key_mask=key_mask)
-        together = None
+        kernel = None
         if isinstance(mechanism, Attention) and not enable_gqa and dropout == 0.0:
-            together = packed.at_once(mechanism, w, is_causal=is_causal)
-        return self._call_packed(run, inputs, key_mask, cu_seqlens, lengths, attn_mask, together)
+            kernel = packed.packed_kernel(mechanism, w, is_causal=is_causal)
+        return self._call_packed(run, inputs, key_mask, cu_seqlens, lengths, attn_mask, kernel)
 
     def _with(self, sinks: Tensor | None) -> tuple[Any, Any]:
         """The mechanism and its weights, of which another module may hold the sinks."""
@@ -183,7 +183,7 @@ class Bound(Spread, nn.Module):
 
     def _call_packed(
         self, run: packed.Call, inputs: tuple[Tensor, ...], key_mask: Tensor | None, cu_seqlens: CuSeqlens | None,
-        lengths: Lengths | None, attn_mask: Tensor | None, together: packed.Together | None,
+        lengths: Lengths | None, attn_mask: Tensor | None, kernel: packed.PackedKernel | None,
     ) -> Tensor:  # fmt: skip
         tokens, keys = inputs[0].shape[-2], inputs[-1].shape[-2]
         sequences = packed.packing(cu_seqlens, lengths, tokens, keys, attn_mask)
@@ -191,7 +191,7 @@ class Bound(Spread, nn.Module):
         if len(inputs) == 1:
             return packed.mix(run, inputs[0], sequences, key_mask)
         q, k, v = inputs
-        return packed.attend(run, q, k, v, sequences, key_mask, together=together)
+        return packed.attend(run, q, k, v, sequences, key_mask, kernel=kernel)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None, group: Any = None,

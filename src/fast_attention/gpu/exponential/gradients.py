@@ -12,8 +12,8 @@ import triton.language as tl
 from fast_attention.gpu.exponential.tiles import (
     FLOOR,
     NOTHING,
-    apart,
     column,
+    exceeds_range,
     first_seen,
     line,
     of_tokens,
@@ -136,7 +136,7 @@ def of_queries(
                 is_visible = known(VISIBLE, other, keys, HAS_MASK, BT)[:, None]
                 early = other + first_seen(VISIBLE, other, keys, HAS_MASK, BT) > first + rows
                 b = of_tokens(y, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-                far = apart(b, is_visible, 0) & (other == first)
+                far = exceeds_range(b, is_visible, 0) & (other == first)
                 dz += through_keys(z, tl.where(is_visible, b, NOTHING), pairs, early, far, PRECISION, BT)
         dx = tl.dot(dz, rows_of(QROWS, d, D, width, lower, BD, BW), dx, input_precision=PRECISION)
         if TRAINED:
@@ -167,7 +167,7 @@ def of_keys(
     dx, squares, rows = tl.zeros((BT, BW), tl.float32), tl.zeros((BT,), tl.float32), tl.arange(0, BT)
     for d in range(0, D, BD):
         b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-        far = apart(b, is_visible, 0)
+        far = exceeds_range(b, is_visible, 0)
         b = tl.where(is_visible, b, NOTHING)
         db = through_state(V, vt, first, keys, VISIBLE, STATES, d, D, E, HAS_MASK, PRECISION, BT, BD, BE)
         db += row(STATES + D * E, d, D, BD)[None, :]

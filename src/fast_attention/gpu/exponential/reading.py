@@ -10,8 +10,8 @@ import triton.language as tl
 from fast_attention.gpu.exponential.tiles import (
     FLOOR,
     NOTHING,
-    apart,
     column,
+    exceeds_range,
     first_seen,
     of_tokens,
     tokens,
@@ -70,7 +70,7 @@ def of_block(
     for d in range(0, D, BD):
         z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
         b = turned_of_tokens(y, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-        far = apart(b, is_visible, 1) & beside
+        far = exceeds_range(b, is_visible, 1) & beside
         b = tl.where(is_visible, b, NOTHING)
         if far:
             largest, pairs, numerator, denominator = one_by_one(z, b, largest, pairs, numerator, denominator, BT)

@@ -95,7 +95,7 @@ def rows_of(ROWS, d, D, width, lower, BD: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
-def apart(z, is_visible, axis: tl.constexpr):
+def exceeds_range(z, is_visible, axis: tl.constexpr):
     """Whether the logarithms of a block's keys lie too far apart for one scale a feature."""
     top = tl.max(tl.where(is_visible, z, FLOOR), axis)
     low = tl.min(tl.where(is_visible, z, -FLOOR), axis)

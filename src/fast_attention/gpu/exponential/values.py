@@ -8,8 +8,8 @@ import triton.language as tl
 from fast_attention.gpu.exponential.tiles import (
     FLOOR,
     NOTHING,
-    apart,
     column,
+    exceeds_range,
     first_seen,
     of_tokens,
     tokens,
@@ -66,7 +66,7 @@ def of_values(
             reads = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
             for d in range(0, D, BD):
                 b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-                far = apart(b, is_visible, 0) & (other == first)
+                far = exceeds_range(b, is_visible, 0) & (other == first)
                 b = tl.where(is_visible, b, NOTHING)
                 g = turned_of_tokens(y, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
                 g -= row(SHIFTS + n * length, other, length, BT)[None, :]

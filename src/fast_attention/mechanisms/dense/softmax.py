@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.biases.bias import Bias, Biased
+from fast_attention.biases.bias import Bias, BiasMixin
 from fast_attention.engine import heads, masks, operation, trace
 from fast_attention.engine.fused import flash_backward, flash_forward, fused_attention, open_attention, takes_flash
 from fast_attention.engine.kv_cache import KVCache, append
@@ -147,7 +147,7 @@ def _needed(q: Tensor, is_causal: bool, key_mask: Tensor | None) -> tuple[bool, 
 
 
 @dataclass(frozen=True, repr=False)
-class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
+class Softmax(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
     """Exact attention: the reference that every other mechanism is measured against.
 
     Args:
@@ -160,7 +160,7 @@ class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportInco
     bias: Bias | None = None
     sinks: bool = False
 
-    unbiased = Traits(
+    base_traits = Traits(
         paper="Vaswani et al. 2017, arXiv 1706.03762",
         formula="softmax(q k^T / sqrt(d)) v",
         cost="n^2 d",

@@ -175,6 +175,6 @@ def _moved(x: Tensor, delta: Delta | None) -> Tensor:
             f"the last size of v is {x.shape[-1]} and the deltas are for width {down.shape[-2]}: give values of the "
             "heads' width, or leave them as they are by adapts='qk'"
         )
-    if operation.served(x) and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
+    if operation.has_cpu_path(x) and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
         return by_head(x, torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype, device=x.device), down, up))
     return x + by_head(by_head(x, down), up).to(x.dtype)

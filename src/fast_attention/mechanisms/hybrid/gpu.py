@@ -103,8 +103,8 @@ def _sinks(near: BlockLocal, q: Tensor, sinks: SinkTokens, start: int, *, is_cau
     """Sink tokens, where they are not near and not yet to come; the first query stands at position ``start``."""
     logs, position = q @ sinks.k.mT * q.shape[-1] ** -0.5, sinks.position[..., None, :]
     at = start + torch.arange(q.shape[-2], device=q.device)[:, None]
-    apart = position.div(near.block_size, rounding_mode="floor") - at.div(near.block_size, rounding_mode="floor")
-    hidden = ~sinks.present[..., None, :] | ((apart >= -near.before) & (apart <= near.after))
+    block_offset = position.div(near.block_size, rounding_mode="floor") - at.div(near.block_size, rounding_mode="floor")
+    hidden = ~sinks.present[..., None, :] | ((block_offset >= -near.before) & (block_offset <= near.after))
     hidden = hidden | (position > at) if is_causal else hidden
     logs = logs.masked_fill(hidden, FLOOR)
     weights = logs.softmax(-1).masked_fill(hidden, 0.0)

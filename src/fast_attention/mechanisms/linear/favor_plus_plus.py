@@ -65,7 +65,7 @@ def optimal_damping(
         ValueError: There is no pair to learn from, what is in them is not finite, or sizes do not fit.
     """
     checks.tensors(q=q, k=k)
-    checks.heads(q, k, k, alike=True)
+    checks.heads(q, k, k, same_width=True)
     if key_mask is not None:
         checks.key_mask(key_mask, tuple(q.shape[:-3]), k)
     width = q.shape[-1]

@@ -87,7 +87,7 @@ class Local2d(InGrid):
     scale: float | None = None
     sinks: bool = False
 
-    unbiased = TRAITS
+    base_traits = TRAITS
 
     def __post_init__(self) -> None:
         """Check the settings."""

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fast_attention.biases.sinks import Sunk
+from fast_attention.biases.sinks import SinksMixin
 from fast_attention.engine import operation
 from fast_attention.engine.blocks import count, split, split_mask
 from fast_attention.engine.heads import short
@@ -201,7 +201,7 @@ def attend_past(
 
 
 @dataclass(frozen=True, repr=False)
-class Selected(Sunk, Attention[Any, SelectedState]):  # type: ignore[reportIncompatibleVariableOverride]
+class Selected(SinksMixin, Attention[Any, SelectedState]):  # type: ignore[reportIncompatibleVariableOverride]
     """Chosen blocks: a query sees its own block and the ``topk - 1`` others whose mean key is nearest.
 
     Nearest to the mean of the query's block; with is_causal=True to the query itself, among the blocks before its own,
@@ -220,7 +220,7 @@ class Selected(Sunk, Attention[Any, SelectedState]):  # type: ignore[reportIncom
     scale: float | None = None
     sinks: bool = False
 
-    unbiased = Traits(
+    base_traits = Traits(
         paper="Lu et al. 2025, arXiv 2502.13189 (causal); Zhang et al. 2025, arXiv 2509.24006 (noncausal)",
         formula="softmax over the blocks of the largest mean(q_I) . mean(k_J), causal q_i . mean(k_J), times v",
         cost="n b c d, and to choose (n / b)^2 d, causal n^2 d / b",
