@@ -156,7 +156,7 @@ def zeros(shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
     return inputs[0].new_zeros(shape) + zero.to(inputs[0].dtype)
 
 
-def without_masked(k: Tensor, v: Tensor, key_mask: Tensor | None, reads: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def without_masked(k: Tensor, v: Tensor, key_mask: Tensor | None, names: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys and values with zeros where ``key_mask`` (..., S) is False, and the mask as (..., 1, S).
 
     Masked keys and values are then finite in every formula, and their gradients are zero. Keys that are not read stay.
@@ -164,7 +164,7 @@ def without_masked(k: Tensor, v: Tensor, key_mask: Tensor | None, reads: str) ->
     if key_mask is None:
         return k, v, None
     mask = key_mask[..., None, :]
-    return masks.drop(k, mask) if "k" in reads else k, masks.drop(v, mask), mask
+    return masks.drop(k, mask) if "k" in names else k, masks.drop(v, mask), mask
 
 
 def weights(mechanism: Any, w: Any, x: Tensor) -> Any:

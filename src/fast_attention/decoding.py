@@ -69,7 +69,7 @@ _READ = "of what it reads of q, k, v"
 def empty(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, w: Any) -> State:
     """An empty state of a mechanism with weights ``w`` for inputs (..., H, N, E)."""
     traits = mechanism.traits
-    widths = tuple(x.shape[-1] for name, x in (("q", q), ("k", k), ("v", v)) if name in traits.reads)
+    widths = tuple(x.shape[-1] for name, x in (("q", q), ("k", k), ("v", v)) if name in traits.inputs)
     draw = _draw(w if traits.random else ())
     return State(mechanism.expression, tuple(v.shape[:-3]), v.shape[-3], widths, str(v.dtype), draw, None)
 

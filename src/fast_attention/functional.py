@@ -150,7 +150,7 @@ def attention(
     w: Any = ()
     if mechanism.needs_weights:
         longest = max(q.shape[-2], k.shape[-2]) if sequences is None else sequences.longest
-        if spread and mechanism.traits.bounded:
+        if spread and mechanism.traits.needs_max_len:
             longest = parallel.longest(group, q.shape[-2], k.shape[-2], q.device, cu_seqlens, lengths)
         w = _to_device(mechanism.weights(Shape(q.shape[-3], q.shape[-1], max_len=longest)), q)
     if spread:

@@ -121,7 +121,7 @@ class Attention(Mechanism[W, S]):
         Causal, a part advances from the state of all earlier ones, which passes gradients on; else every part reads
         from the state of all, wherever it stands.
         """
-        return self.traits.memory == "constant" and not self.traits.bounded
+        return self.traits.memory == "constant" and not self.traits.needs_max_len
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, is_causal: bool = False,
@@ -157,7 +157,7 @@ class Attention(Mechanism[W, S]):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
 
         def run(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor:
-            k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
+            k, v, mask = checks.without_masked(k, v, key_mask, traits.inputs)
             options: Any = {"is_causal": is_causal, "key_mask": mask}
             if not has_scores or (unmasked and type(self).attend is not MaskedAttention.attend):
                 return in_dtype_of_tokens(self.attend, q, k, v, weights, **options)
@@ -208,14 +208,14 @@ class Attention(Mechanism[W, S]):
         if isinstance(held, left_padding.Rows) or (
             held is None and left_padding.may_begin_late(self, key_mask, streams=True)
         ):
-            k, v, _ = checks.without_masked(k, v, key_mask, traits.reads)
+            k, v, _ = checks.without_masked(k, v, key_mask, traits.inputs)
 
             def run(q: Tensor, k: Tensor, v: Tensor, held: Any, *, key_mask: Tensor | None) -> tuple[Tensor, Any]:
                 return in_dtype_of_tokens(self.advance, q, k, v, weights, held, key_mask=key_mask)
 
             out, held = left_padding.advance(self, run, q, k, v, key_mask, held)
         else:
-            k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
+            k, v, mask = checks.without_masked(k, v, key_mask, traits.inputs)
             out, held = in_dtype_of_tokens(self.advance, q, k, v, weights, held, key_mask=mask)
         return out, replaced(new_state, held=decoding.copy_if_aliased(held, *given, at_start=state is None))
 
@@ -230,7 +230,7 @@ class Attention(Mechanism[W, S]):
         if traits.memory != "constant":
             raise self.refuse("summarising", "memory", "constant")
         self.check(traits, k, k, v, True, key_mask)
-        keys, values, mask = checks.without_masked(k, v, key_mask, traits.reads)
+        keys, values, mask = checks.without_masked(k, v, key_mask, traits.inputs)
         held = self.summary(keys, values, checks.weights(self, w, k), key_mask=mask)
         held = decoding.copy_if_aliased(held, k, v, key_mask, at_start=True)
         return replaced(decoding.empty(self, k, k, v, w), held=held)
@@ -265,13 +265,13 @@ class Attention(Mechanism[W, S]):
         weights, held = checks.weights(self, w, q), decoding.validated(state, decoding.empty(self, q, k, v, w))
         if checks.empty(q):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
-        k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
+        k, v, mask = checks.without_masked(k, v, key_mask, traits.inputs)
         return self.read_summary(q, k, v, weights, held, key_mask=mask)
 
     def check(self, traits: Traits, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
         """Raise unless the tensors fit one another and these traits, which are the mechanism's."""
         checks.tensors(q=q, k=k, v=v)
-        checks.heads(q, k, v, same_width=traits.reads == "qkv")
+        checks.heads(q, k, v, same_width=traits.inputs == "qkv")
         if q.shape[-2] != k.shape[-2] and not traits.cross:
             raise self.refuse(f"cross attention ({q.shape[-2]} queries, {k.shape[-2]} keys)", "cross")
         self._check_masks(traits, is_causal, key_mask, q.shape[:-3], k)

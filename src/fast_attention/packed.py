@@ -176,7 +176,7 @@ def packed_kernel(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) ->
             return None  # some may begin with padding
         mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask)
         weights = checks.weights(mechanism, w, q)
-        k, v, mask = checks.without_masked(k, v, key_mask, mechanism.traits.reads)
+        k, v, mask = checks.without_masked(k, v, key_mask, mechanism.traits.inputs)
         return packs.attend_packed(q, k, v, weights, lengths, is_causal=is_causal, key_mask=mask)
 
     return run

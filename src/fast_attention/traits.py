@@ -36,9 +36,9 @@ class Traits:
     paper: str  # authors, year and arXiv number, or the title of the source
     formula: str  # one line of mathematics in plain text
     cost: str  # time, in n tokens, d width, m features, w window, b block, r rank
-    order: float  # exponent of n, checked by counted operations and by measured memory
+    complexity_exponent: float  # exponent of n, checked by counted operations and by measured memory
     gpu: str = ""  # what computes it on a GPU, in words
-    reads: Literal["qkv", "kv", "qv", "v", "x"] = "qkv"  # no other projection is built
+    inputs: Literal["qkv", "kv", "qv", "v", "x"] = "qkv"  # no other projection is built
     causal: bool = False
     bidirectional: bool = True  # can be called without causal order
     padding: bool = False
@@ -49,13 +49,13 @@ class Traits:
     positions: Places = (
         "relative"  # what they are: offsets or none; counted from the first visible token; a grid's places
     )
-    bounded: bool = False  # its weights are for at most max_len tokens
+    needs_max_len: bool = False  # its weights are for at most max_len tokens
     random: bool = False  # holds random draws (buffers), which may be drawn again
     matrix: bool = True  # the output is A v: A can be read by attending to the identity
     learned: bool = False  # has parameters to train: not an approximation of anything before that
     compile: bool = True  # torch.compile(fullgraph=True)
     export: bool = True  # torch.export and ONNX with a dynamic length
-    spans: bool = False  # laid out over the padded length: a padded input is not computed as the shorter one
+    sees_padding: bool = False  # laid out over the padded length: a padded input is not computed as the shorter one
     approximates: str | None = None  # the mechanism its error is measured against
 
     @property

@@ -74,7 +74,7 @@ FAULTS = [
           "tests/lab/test_cli.py -k 'bad_input and key'"),
     Fault("plurals of names are unknown", "known_names.py", '_bare(whole.removesuffix("s"))', "_bare(whole)",
           "tests/test_catalogue.py -k 'any_case and Performer'"),
-    Fault("quadratic mechanisms are named for linear ones", "refusals.py", "known[one].order <= like.traits.order]", "known[one].order]",
+    Fault("quadratic mechanisms are named for linear ones", "refusals.py", "known[one].complexity_exponent <= like.traits.complexity_exponent]", "known[one].complexity_exponent]",
           "tests/test_refusals.py -k 'costs_no_more and LinearAttention'"),
     Fault("other families are named first", "refusals.py", 'rpartition(".")[0] != family, -like', 'rpartition(".")[0] == family, -like',
           "tests/test_refusals.py -k 'costs_no_more and Local'"),

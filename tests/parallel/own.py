@@ -28,7 +28,13 @@ class OwnMean(Attention[tuple[()], Mean]):
     """The mean of the values, times the mean of the query: a state of constant size."""
 
     traits = Traits(
-        paper=PAPER, formula="mean(q_i) mean_j v_j", cost="n d", order=1.0, causal=True, padding=True, memory="constant"
+        paper=PAPER,
+        formula="mean(q_i) mean_j v_j",
+        cost="n d",
+        complexity_exponent=1.0,
+        causal=True,
+        padding=True,
+        memory="constant",
     )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
@@ -58,7 +64,13 @@ class OwnWindow(MaskedAttention[tuple[()], Any]):
     """Softmax over the keys at most two positions away: a bounded distance."""
 
     traits = Traits(
-        paper=PAPER, formula="softmax over |i - j| <= 2", cost="n d", order=1.0, causal=True, padding=True, cross=True
+        paper=PAPER,
+        formula="softmax over |i - j| <= 2",
+        cost="n d",
+        complexity_exponent=1.0,
+        causal=True,
+        padding=True,
+        cross=True,
     )
 
     def key_range(self, first: int, end: int) -> tuple[int, int]:
@@ -79,7 +91,13 @@ class OwnSlopes(Attention[Slopes, Any]):
     """Softmax whose heads have learned temperatures of their own: independent heads."""
 
     traits = Traits(
-        paper=PAPER, formula="softmax(s_h q k^T) v", cost="n^2 d", order=2.0, causal=True, padding=True, learned=True
+        paper=PAPER,
+        formula="softmax(s_h q k^T) v",
+        cost="n^2 d",
+        complexity_exponent=2.0,
+        causal=True,
+        padding=True,
+        learned=True,
     )
 
     def weights(self, shape: Shape) -> Slopes:

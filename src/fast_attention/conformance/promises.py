@@ -224,7 +224,7 @@ def order(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     mechanism = subject.mechanism
     if mechanism is None:
         return unclaimed("no declared order")
-    worst, at, declared = -9.0, "", mechanism.traits.order
+    worst, at, declared = -9.0, "", mechanism.traits.complexity_exponent
     for is_causal in subject.modes:
         costs = [_costs(mechanism, n, is_causal, device) for n in (SHORT, LONG)]
         for kind, small, large in zip(("operations", "peak memory"), *costs, strict=True):

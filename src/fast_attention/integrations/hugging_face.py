@@ -158,7 +158,7 @@ def _plan(
     reason = UNNAMED if mechanism is None else _unsupported_reason(mechanism, call, positions)
     chosen_mechanism: Any = relative.given(Softmax() if mechanism is None or reason else mechanism, positions)
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
-    shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.bounded else 0)
+    shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.needs_max_len else 0)
     bound = beside(relative.bound(chosen_mechanism, shape, positions), module, model)
     learned = sum(p.numel() for p in bound.parameters())
     notes = [] if reason else _notes(chosen_mechanism, call, _dropout(module), positions)

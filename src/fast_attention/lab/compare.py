@@ -162,7 +162,7 @@ def promise(plan: Plan, record: Comparison, mechanism: Any) -> tuple[float, floa
         return (0 if summary[0] <= plan.asked else 2), summary[0]
     if measurable(mechanism):
         return 1, -recorded(mechanism)
-    return 3 if verdicts.learns(mechanism) else 4, mechanism.traits.order
+    return 3 if verdicts.learns(mechanism) else 4, mechanism.traits.complexity_exponent
 
 
 def recorded(mechanism: Any) -> float:

@@ -87,7 +87,7 @@ def against_exact(mechanisms: list[Any]) -> list[Competitor]:
         def make(setting: Setting, length: int, mechanism: Any = mechanism) -> Passes:
             return competitor(mechanism, setting, setting.tensors(length))
 
-        competitors.append(Competitor(repr(mechanism), EXACT, make, mechanism.traits.order))
+        competitors.append(Competitor(repr(mechanism), EXACT, make, mechanism.traits.complexity_exponent))
     return competitors
 
 

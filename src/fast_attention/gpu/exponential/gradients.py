@@ -183,8 +183,8 @@ def of_keys(
                 y = tokens(Q, qt, other, length, width, Q, False, BT, BW)
                 g = of_tokens(y, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
                 g -= row(SHIFTS + n * length, other, length, BT)[:, None]
-                reads = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
-                g = tl.where(reads[:, None], g, NOTHING)
+                attends = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
+                g = tl.where(attends[:, None], g, NOTHING)
                 db += through_queries(b, g, pairs, far & (other == first), PRECISION, BT)
         db = tl.where((d + tl.arange(0, BD) < D)[None, :], db, 0.0)
         dx = tl.dot(db, rows_of(KROWS, d, D, width, lower, BD, BW), dx, input_precision=PRECISION)

@@ -63,14 +63,14 @@ def of_values(
             pairs = tl.zeros((BT, BT), tl.float32)
             factors = row(FACTORS + n * length, other, length, BT)
             y = turned_tokens(Q, qt, other, length, width, Q, False, BT, BW)
-            reads = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
+            attends = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
             for d in range(0, D, BD):
                 b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
                 far = exceeds_range(b, is_visible, 0) & (other == first)
                 b = tl.where(is_visible, b, NOTHING)
                 g = turned_of_tokens(y, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
                 g -= row(SHIFTS + n * length, other, length, BT)[None, :]
-                pairs = add_pairs(pairs, b, tl.where(reads[None, :], g, NOTHING), far, PRECISION, BT)
+                pairs = add_pairs(pairs, b, tl.where(attends[None, :], g, NOTHING), far, PRECISION, BT)
             pairs = tl.where(other + rows[None, :] < first + rows[:, None], 0.0, pairs)
             grad = tile(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors[:, None]
             total = tl.dot(pairs, grad, total, input_precision=PRECISION)

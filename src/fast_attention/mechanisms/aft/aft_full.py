@@ -184,13 +184,13 @@ class AFTFull(Attention[PositionBias | FactoredBias, None]):
         paper="Zhai et al. 2021, arXiv 2105.14103",
         formula="sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)",
         cost="n^2 d",
-        order=2.0,
+        complexity_exponent=2.0,
         gpu=SCORES,
         causal=True,
         padding=True,
         cross=True,
         positions="absolute",
-        bounded=True,
+        needs_max_len=True,
         matrix=False,  # a matrix for each channel
         learned=True,
     )

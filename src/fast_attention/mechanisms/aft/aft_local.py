@@ -387,13 +387,13 @@ class AFTLocal(Attention[Band, WindowState]):
         paper="Zhai et al. 2021, arXiv 2105.14103",
         formula="sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij), w_ij = 0 for |i - j| >= w",
         cost="n w d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=PLAIN,
         causal=True,
         padding=True,
         memory="window",
         positions="absolute",
-        bounded=True,
+        needs_max_len=True,
         matrix=False,  # a matrix for each channel
         learned=True,
     )

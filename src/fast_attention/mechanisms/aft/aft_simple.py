@@ -45,7 +45,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         paper="Zhai et al. 2021, arXiv 2105.14103",
         formula="sigmoid(q_i) * sum_j exp(k_j) v_j / sum_j exp(k_j)",
         cost="n d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=KERNELS,
         causal=True,
         padding=True,

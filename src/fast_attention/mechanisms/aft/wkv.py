@@ -306,7 +306,7 @@ class WKV(Attention[ChannelDecays, WKVState]):
         paper="Peng et al. 2023, arXiv 2305.13048",
         formula="sigmoid(q_t) * (sum_{i<t} exp(k_i - (t-1-i) w) v_i + exp(k_t + u) v_t) / (the same of ones)",
         cost="n d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=PLAIN,
         causal=True,
         bidirectional=False,

@@ -285,7 +285,7 @@ class ReLUAttention(MaskedAttention[tuple[()], KVCache]):
         paper="Wortsman et al. 2023, arXiv 2309.08586",
         formula="relu(q k^T / sqrt(d)) v / sum",
         cost="n^2 d",
-        order=2.0,
+        complexity_exponent=2.0,
         gpu=SCORES,
         causal=True,
         padding=True,

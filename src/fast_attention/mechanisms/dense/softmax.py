@@ -164,7 +164,7 @@ class Softmax(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportI
         paper="Vaswani et al. 2017, arXiv 1706.03762",
         formula="softmax(q k^T / sqrt(d)) v",
         cost="n^2 d",
-        order=2.0,
+        complexity_exponent=2.0,
         gpu=FUSED,
         causal=True,
         padding=True,

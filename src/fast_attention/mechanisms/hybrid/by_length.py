@@ -177,7 +177,7 @@ def _read(part: Part, heads: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 def _readable(short: Part, long: Part) -> bool:
     """Whether the state of ``long`` follows from the keys and values that the state of ``short`` holds."""
     traits = long.mechanism.traits
-    is_read = traits.memory in ("constant", "window") and traits.reads in ("qkv", "kv")
+    is_read = traits.memory in ("constant", "window") and traits.inputs in ("qkv", "kv")
     return is_read and isinstance(short.mechanism, Softmax)
 
 
@@ -211,7 +211,7 @@ class ByLength(Attention[Given, ByLengthState]):
         """Traits that both have; time and what is approximated are those of ``long``."""
         return self._traits
 
-    _traits = Traits(paper="", formula="", cost="", order=1.0, gpu=PARTS)  # of each value, set when it is made
+    _traits = Traits(paper="", formula="", cost="", complexity_exponent=1.0, gpu=PARTS)  # set when a value is made
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -302,9 +302,9 @@ def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int)
         paper=f"a rule over mechanisms: {a.paper}; {b.paper}",
         formula=f"{short!r} for queries that see at most {above} keys, {long!r} for all others",
         cost=f"{a.cost} up to {above} tokens, {b.cost} beyond",
-        order=b.order,
+        complexity_exponent=b.complexity_exponent,
         gpu=PARTS,
-        reads=_READS["q" in a.reads + b.reads, "k" in a.reads + b.reads],
+        inputs=_READS["q" in a.inputs + b.inputs, "k" in a.inputs + b.inputs],
         causal=a.causal and b.causal,
         bidirectional=a.bidirectional and b.bidirectional,
         padding=a.padding and b.padding,
@@ -312,12 +312,12 @@ def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int)
         rotary=a.rotary and b.rotary,
         memory=growing if streams else None,
         positions=max(places, key=get_args(Places).index),
-        bounded=a.bounded or b.bounded,
+        needs_max_len=a.needs_max_len or b.needs_max_len,
         random=a.random or b.random,
         matrix=a.matrix and b.matrix,
         learned=learned,
         compile=a.compile and b.compile,
         export=a.export and b.export,
-        spans=a.spans or b.spans,
+        sees_padding=a.sees_padding or b.sees_padding,
         approximates=approximates,
     )

@@ -105,13 +105,13 @@ class CosFormer(Attention[Positions, CosFormerState]):
         paper="Qin et al. 2022, arXiv 2202.08791",
         formula="linear attention, relu(q_i) . relu(k_j) cos(pi (i - j) / 2M)",
         cost="n d^2",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=KERNELS,
         causal=True,
         padding=True,
         cross=True,
         memory="constant",
-        bounded=True,
+        needs_max_len=True,
     )
 
     def __post_init__(self) -> None:

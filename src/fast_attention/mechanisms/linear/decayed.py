@@ -160,7 +160,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
             paper="Sun et al. 2023, arXiv 2307.08621",
             formula="S_t = g_t S_{t-1} + phi(k_t) v_t^T, z alike; phi(q) S_t / (phi(q) . z_t + eps)",
             cost="n m d",
-            order=1.0,
+            complexity_exponent=1.0,
             gpu=KERNELS,
             causal=True,
             padding=True,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine import operation
-from fast_attention.engine.numerics import bounded
+from fast_attention.engine.numerics import clamp
 from fast_attention.gpu import calls, self_check
 from fast_attention.gpu.calls import Chunks, KernelSet
 from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED, exponential
@@ -48,7 +48,7 @@ def attend(
     """Outputs (..., L, Ev): see ``fast_favor.attend``."""
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, heads[0])))
     kernel_set, q = _kernel_set(MAPS[hyperbolic], q, k, v, Heads(*heads), lead), q.expand(*lead, *q.shape[-2:])
-    return calls.run(kernel_set, bounded(q), bounded(k), v, key_mask, is_causal=is_causal)
+    return calls.run(kernel_set, clamp(q), clamp(k), v, key_mask, is_causal=is_causal)
 
 
 def packed(
@@ -59,7 +59,7 @@ def packed(
     chunk = exponential(q.shape[-1], exact=q.dtype == torch.float32).forward.chunk
     rows, lead = Chunks.of(lengths, chunk, q.device), q.shape[:-2]
     kernel_set = _kernel_set(phi, q, k, v, heads, lead, rows.begins)
-    q, k, v = (rows.spread(x) for x in (bounded(q), bounded(k), v))
+    q, k, v = (rows.spread(x) for x in (clamp(q), clamp(k), v))
     return rows.gathered(calls.run(kernel_set, q, k, v, rows.visible(key_mask), is_causal=True))
 
 
@@ -71,7 +71,7 @@ def further(
     kernel_set, D = _kernel_set(MAPS[hyperbolic], q, k, v, heads, q.shape[:-2]), MAPS[hyperbolic].width(heads.rows)
     first = None if state[0] is None else torch.cat([state[0].flatten(-2), *state[1:]], -1)
     decodes = calls.steps(q, k, v, first, *heads)
-    out, last = calls.advance(kernel_set, bounded(q), bounded(k), v, key_mask, first, decodes=decodes)
+    out, last = calls.advance(kernel_set, clamp(q), clamp(k), v, key_mask, first, decodes=decodes)
     kv, k, log_scale = last.split([D * v.shape[-1], D, D], -1)
     return out, kv.unflatten(-1, (D, -1)), k, log_scale
 

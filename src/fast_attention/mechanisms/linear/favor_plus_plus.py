@@ -124,7 +124,7 @@ class FavorPlusPlus(RandomKernelised[DampedProjection]):
         paper="Likhosherstov et al. 2022, arXiv 2205.15317",
         formula="E[phi(q) . phi(k)] = exp(q . k / sqrt(d)), phi(x) = D exp(A |w|^2 + B w . x - |x|^2 / 2) / sqrt(m)",
         cost="n m d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=KERNELS,
         causal=True,
         padding=True,

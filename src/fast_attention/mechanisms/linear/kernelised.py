@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.heads import by_head, summed_by_head
-from fast_attention.engine.numerics import LOG2E, MOST, bounded
+from fast_attention.engine.numerics import LOG2E, MOST, clamp
 from fast_attention.engine.operation import Fast, Operation, Tensors
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
@@ -126,7 +126,7 @@ def token_features(
 
 
 def _plain(x: Tensor, rows: Tensor, bias: Tensor | None, *, hyperbolic: bool, factor: float) -> tuple[Tensor, Tensor]:
-    x = bounded(x) * x.shape[-1] ** -0.25
+    x = clamp(x) * x.shape[-1] ** -0.25
     logs = by_head(x, (torch.cat([rows, -rows], -2) if hyperbolic else rows).mT)
     logs = logs if bias is None else logs + bias
     top = logs.detach().amax(-1)

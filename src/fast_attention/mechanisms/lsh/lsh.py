@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import masks, trace
-from fast_attention.engine.numerics import bounded
+from fast_attention.engine.numerics import clamp
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import replaced
 from fast_attention.mechanism import Attention, Shape, Traits
@@ -200,7 +200,7 @@ def _in_earlier_slot(position: Tensor, reached: Tensor) -> Tensor:
 def _advance(
     q: Tensor, v: Tensor, rotations: Tensor, memory: HashMemory | None, m: LSH, key_mask: Tensor | None
 ) -> tuple[Tensor, HashMemory]:
-    q = bounded(masks.drop(q, key_mask))
+    q = clamp(masks.drop(q, key_mask))
     sizes, keys = _sizes(m.num_buckets), F.normalize(q, dim=-1, eps=SHORTEST)
     number = math.prod(sizes)
     bucket = buckets(q, rotations, sizes, number).long()
@@ -230,9 +230,9 @@ _TRAITS = Traits(
     paper="Kitaev, Kaiser and Levskaya 2020, arXiv 2001.04451",
     formula="softmax over j near i in a bucket of h(x) = argmax [x R; -x R] of q_i q_j^T / |q_j|, times v",
     cost="n log n + h n (b d + h b)",
-    order=1.0,
+    complexity_exponent=1.0,
     gpu=SORTED,
-    reads="qv",
+    inputs="qv",
     causal=True,
     padding=True,
     rotary=True,

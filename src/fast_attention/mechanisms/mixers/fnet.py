@@ -106,9 +106,9 @@ class FNet(Mixer[tuple[()], tuple[()]]):
         paper="Lee-Thorp et al. 2021, arXiv 2105.03824",
         formula="Re FFT_tokens(FFT_channels(x))",
         cost="n d (log n + log d)",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=FOURIER,
-        reads="x",
+        inputs="x",
         matrix=False,
     )
 

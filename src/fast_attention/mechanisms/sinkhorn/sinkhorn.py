@@ -270,13 +270,13 @@ class Sinkhorn(_Sorting):
         paper="Tay et al. 2020, arXiv 2002.11296",
         formula="softmax(q [(S K)_i, K_i]^T / sqrt(d)) [(S V)_i, V_i] for block i, S = sinkhorn(sum(K) P)",
         cost="n b d + n^2 d / b",
-        order=2.0,
+        complexity_exponent=2.0,
         gpu=BLOCKS,
         causal=True,
         padding=True,
         memory="growing",
         positions="absolute",
-        bounded=True,
+        needs_max_len=True,
         learned=True,
     )
 
@@ -313,12 +313,12 @@ class SortCut(_Sorting):
         paper="Tay et al. 2020, arXiv 2002.11296",
         formula="softmax(q (S K)_cut^T / sqrt(d)) (S V)_cut, S = sinkhorn(sum(K) P)",
         cost="n c b d + n^2 / b^2",
-        order=2.0,
+        complexity_exponent=2.0,
         gpu=FUSED,
         padding=True,
         cross=True,
         positions="absolute",
-        bounded=True,
+        needs_max_len=True,
         learned=True,
     )
 

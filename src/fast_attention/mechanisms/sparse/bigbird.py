@@ -182,7 +182,7 @@ class BigBird(BiasMixin, Attention[Seeds, None]):  # type: ignore[reportIncompat
         paper="Zaheer et al. 2020, arXiv 2007.14062",
         formula="softmax over window, random and global blocks of q_i k_j^T / sqrt(d), times v",
         cost="n b (w + r + g) d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=FLEX,
         causal=True,
         padding=True,

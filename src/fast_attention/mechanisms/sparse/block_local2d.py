@@ -73,7 +73,7 @@ class BlockLocal2d(InGrid):
         paper="Liu et al. 2021, arXiv 2103.14030",
         formula="softmax over j in the block of i, as a grid, of q_i k_j^T / sqrt(d), times v",
         cost="n b^2 d",
-        spans=False,
+        sees_padding=False,
     )
 
     def __post_init__(self) -> None:

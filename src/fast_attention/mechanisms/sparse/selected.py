@@ -224,7 +224,7 @@ class Selected(SinksMixin, Attention[Any, SelectedState]):  # type: ignore[repor
         paper="Lu et al. 2025, arXiv 2502.13189 (causal); Zhang et al. 2025, arXiv 2509.24006 (noncausal)",
         formula="softmax over the blocks of the largest mean(q_I) . mean(k_J), causal q_i . mean(k_J), times v",
         cost="n b c d, and to choose (n / b)^2 d, causal n^2 d / b",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=FLEX,
         causal=True,
         padding=True,
