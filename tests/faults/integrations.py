@@ -208,7 +208,7 @@ FAULTS = [
           "(x.new_empty((*x.shape[:2], 0, x.shape[-1])) for x in (key_states, value_states))", "None, None",
           "tests/integrations/test_swap_calls.py -k mllama"),
     Fault("a state goes on beyond its layer's window", "integrations/attention.py",
-          "visibility.back if visibility.back is not None or cache is None else visibility.reach", "visibility.back",
+          "visibility.keys_left if visibility.keys_left is not None or cache is None else visibility.reach", "visibility.keys_left",
           "tests/integrations/test_swap_windows.py"),
     Fault("layers computed again forget the model's arguments", "integrations/calls.py",
           "    if computed_again():", "    if False:", "tests/integrations/test_swap_training.py"),
@@ -225,6 +225,6 @@ FAULTS = [
     Fault("positions that a cache has dropped are counted", "integrations/attention.py",
           "if cache is None and visibility.begin and", "if False and", "tests/integrations/test_left_padding.py -k dropped"),
     Fault("a cache of a window's size is taken for a whole one", "integrations/visible.py",
-          "if visibility.back is not None:\n        raise", "if False:\n        raise",
+          "if visibility.keys_left is not None:\n        raise", "if False:\n        raise",
           "tests/integrations/test_left_padding.py -k dropped"),
 ]  # fmt: skip

@@ -32,7 +32,7 @@ def append(cache: KVCache | None, k: Tensor, v: Tensor, key_mask: Tensor | None)
     visible = visible.expand(*v.shape[:-3], 1, v.shape[-2])
     if cache is None:
         return KVCache(k, v, visible)
-    return KVCache(behind(cache.k, k), behind(cache.v, v), torch.cat([cache.visible, visible], -1))
+    return KVCache(concat_tokens(cache.k, k), concat_tokens(cache.v, v), torch.cat([cache.visible, visible], -1))
 
 
 def last(cache: KVCache, size: int) -> KVCache:
@@ -59,7 +59,7 @@ class Spare(NamedTuple):
     free: set[int]  # the first free place, until a step takes it
 
 
-def behind(earlier: Tensor, later: Tensor) -> Tensor:
+def concat_tokens(earlier: Tensor, later: Tensor) -> Tensor:
     """(..., H, S, E) and (..., H, N, E) one behind the other, as ``torch.cat`` gives them, often without a copy."""
     many = 4 * later.shape[-2] > earlier.shape[-2]  # so many that nothing is gained
     if many or earlier.numel() < _SMALL or _must_copy(earlier, later):

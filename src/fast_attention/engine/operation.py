@@ -292,14 +292,14 @@ def _differentiable(
     operation: Operation, settings: dict[str, Any], inputs: Tensors, gradients: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated again, or are a batch of them."""
-    twins = [None if x is None else x.view_as(x) for x in inputs]  # one tensor may be passed twice
-    wanted = [x for x in twins if x is not None and x.requires_grad]
-    outputs = operation.reference(*twins, **settings)
+    views = [None if x is None else x.view_as(x) for x in inputs]  # one tensor may be passed twice
+    wanted = [x for x in views if x is not None and x.requires_grad]
+    outputs = operation.reference(*views, **settings)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     pairs = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad]  # log scales need not
     outputs, gradients = zip(*pairs, strict=True)
     grad_in = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, allow_unused=True))
-    return [next(grad_in) if x is not None and x.requires_grad else None for x in twins]
+    return [next(grad_in) if x is not None and x.requires_grad else None for x in views]
 
 
 def like_queries(q: Tensor, k: Tensor, v: Tensor, *others: Any, **settings: Any) -> Tensor:

@@ -38,16 +38,16 @@ def _scan(
 
 @launched
 def _scan_vjp(
-    inputs: Any, outputs: Any, kept: Any, gradients: Any, *, eps: float, code: int, offset: float, normalized: bool
+    inputs: Any, outputs: Any, saved: Any, gradients: Any, *, eps: float, code: int, offset: float, normalized: bool
 ) -> tuple[Tensor | None, ...]:
     (q, k, v, key_mask, first, log_decay), (out, last), (grad, d_last) = inputs, outputs, gradients
-    factors, rest, states = kept
+    factors, rest, states = saved
     run, mask = _launch(q, v, log_decay, code, offset, normalized), as_bytes(key_mask, k)
     q, k, v, grad = contiguous(q, k, v, grad)
     weights = run.weights(out, rest, grad, factors)
-    behind, d_first = run.sums(q, grad, None, d_last.contiguous(), factors=factors, weights=weights, backwards=True)
+    d_carry, d_first = run.sums(q, grad, None, d_last.contiguous(), factors=factors, weights=weights, backwards=True)
     dq, of_queries = run.of_queries(q, k, v, mask, grad, factors, weights, states, is_causal=True)
-    dk, dv, of_keys = run.of_keys(q, k, v, mask, grad, factors, weights, behind, is_causal=True)
+    dk, dv, of_keys = run.of_keys(q, k, v, mask, grad, factors, weights, d_carry, is_causal=True)
     totals = of_queries.sum(-2, dtype=torch.float64) - of_keys.sum(-2, dtype=torch.float64)
     totals[..., -1] += (d_last.double() * last).sum(-1)  # what the sums of all decays from the first token on get
     d_first = None if first is None else d_first

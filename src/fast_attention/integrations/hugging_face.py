@@ -195,8 +195,8 @@ def _unsupported_reason(mechanism: Mechanism[Any, Any], call: Call, positions: r
         return reason
     if not traits.padding:
         return f"{mechanism!r} takes no padded batches (traits.padding)"
-    if not (traits.mask or visible.within_window(mechanism, call.back, call.ahead)):
-        return visible.window_refusal(mechanism, call.back, call.ahead)
+    if not (traits.mask or visible.within_window(mechanism, call.keys_left, call.keys_right)):
+        return visible.window_refusal(mechanism, call.keys_left, call.keys_right)
     return ""
 
 

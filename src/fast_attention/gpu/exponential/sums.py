@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, turned_of_tokens, turned_tokens
-from fast_attention.gpu.tiles import NONE, cut, known, row, tile, whole_product
+from fast_attention.gpu.tiles import NONE, load_mask, round_tf32, row, tile, whole_product
 
 
 @triton.jit
@@ -44,9 +44,9 @@ def chunk_sums(
             z = tl.where((factors != 0)[None, :], z - row(SHIFTS + n * length, first, length, BT)[None, :], NOTHING)
             v *= factors[:, None]
         else:
-            z = tl.where(known(VISIBLE, first, length, HAS_MASK, BT)[None, :], z, NOTHING)
+            z = tl.where(load_mask(VISIBLE, first, length, HAS_MASK, BT)[None, :], z, NOTHING)
         larger = tl.maximum(largest, tl.max(z, 1))
-        features, shrink = cut(tl.exp(z - larger[:, None]), PRECISION), tl.exp(largest - larger)
+        features, shrink = round_tf32(tl.exp(z - larger[:, None]), PRECISION), tl.exp(largest - larger)
         if QUERIES:
             sums = sums * shrink + tl.sum(features * row(WEIGHTS + n * length, first, length, BT)[None, :], 1)
             products = whole_product(features, v, products * shrink[:, None], PRECISION)

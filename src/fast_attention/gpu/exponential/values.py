@@ -16,7 +16,7 @@ from fast_attention.gpu.exponential.tiles import (
     turned_of_tokens,
     turned_tokens,
 )
-from fast_attention.gpu.tiles import NONE, known, put, row, tile
+from fast_attention.gpu.tiles import NONE, load_mask, row, store_tile, tile
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def of_values(
     QROWS, KROWS, BIAS = QROWS + n % heads * D * width, KROWS + n % heads * D * width, BIAS + n % heads * D
     STATES += (n * chunks + chunk) * (D * E + 2 * D)
     x = tokens(K, kt, first, keys, width, VISIBLE, HAS_MASK, BT, BW)
-    is_visible = known(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
+    is_visible = load_mask(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
     total, rows = tl.zeros((BT, BE), tl.float32), tl.arange(0, BT)
     for d in range(0, D, BD):
         b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
@@ -74,4 +74,4 @@ def of_values(
             pairs = tl.where(other + rows[None, :] < first + rows[:, None], 0.0, pairs)
             grad = tile(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors[:, None]
             total = tl.dot(pairs, grad, total, input_precision=PRECISION)
-    put(OUT + n * keys * E, E, first, keys, e, E, total, BT, BE)
+    store_tile(OUT + n * keys * E, E, first, keys, e, E, total, BT, BE)

@@ -48,11 +48,11 @@ def products(
 
     ``longest`` as in ``reference_biased.full_causal``.
     """
-    both = reference.with_ones(k, v)
+    values_and_ones = reference.with_ones(k, v)
     if is_causal:
-        sums = reference_biased.full_causal(bias, k, both, longest=longest)
+        sums = reference_biased.full_causal(bias, k, values_and_ones, longest=longest)
     else:
-        sums = reference_biased.full(bias, k, both)
+        sums = reference_biased.full(bias, k, values_and_ones)
     return q.sigmoid() * reference.mean(sums, v.shape[-1])
 
 
@@ -77,23 +77,23 @@ def _forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     terms, out = _terms(k, v), torch.empty_like(q)
     flat = terms.flatten(1)
-    kept = torch.empty_like(q) if keep else None
+    saved = torch.empty_like(q) if keep else None
     sums = k.new_empty(min(ROWS, q.shape[-2]), *terms.shape[1:])
     workspace = k.new_empty(len(sums) * k.shape[-2])
     for at in chunks_of(ROWS, q.shape[-2]):
         weights, rows = _weights(bias, at, is_causal, workspace), sums[: at.stop - at.start]
         torch.mm(weights, flat[: weights.shape[1]], out=rows.flatten(1))
         denominators = fast.gate(q[..., at, :], rows.movedim(0, -2), out[..., at, :], any_masked=any_masked)
-        if kept is not None:
-            kept[..., at, :] = denominators
-    return out, () if kept is None else (kept,)
+        if saved is not None:
+            saved[..., at, :] = denominators
+    return out, () if saved is None else (saved,)
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Any, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Any, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, is_causal: bool, any_masked: bool, longest: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    (q, k, v, bias), (out,), (denominators,), (g,) = inputs, outputs, kept, gradients
+    (q, k, v, bias), (out,), (denominators,), (g,) = inputs, outputs, saved, gradients
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     d_bias = torch.zeros_like(bias) if bias.requires_grad else None
     terms = _terms(k, v)

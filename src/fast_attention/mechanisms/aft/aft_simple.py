@@ -86,12 +86,13 @@ class AFTSimple(Attention[tuple[()], Pool]):
     def _advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Pool | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, Pool]:
-        scores, both = reference.terms(k, v, key_mask)
+        scores, values_and_ones = reference.terms(k, v, key_mask)
         if not symbolic() and k.shape[-2] == 1:
             trace.record("one key added to the sums", "decoding token by token")
-            row = Pool(scores, both) if state is None else reference.combined(state, Pool(scores, both))
+            row = Pool(scores, values_and_ones)
+            row = row if state is None else reference.combined(state, row)
             return q.sigmoid() * reference.mean(row.sums, v.shape[-1]), row
-        rows = reference.running(*reference.prepended(state, scores, both))
+        rows = reference.running(*reference.prepended(state, scores, values_and_ones))
         out = q.sigmoid() * reference.mean(rows.sums[..., 1:, :], v.shape[-1])
         return out, Pool(rows.log_scale[..., -1:, :], rows.sums[..., -1:, :])
 

@@ -101,10 +101,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, keep: bool, any_masked: bool) -
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Any, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Any, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, any_masked: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    tensors, (scales, carries) = (*inputs, *gradients, *outputs), kept
+    tensors, (scales, carries) = (*inputs, *gradients, *outputs), saved
     d_inputs = [torch.empty_like(x) for x in inputs]
     d_carry = torch.zeros_like(carries[..., :1, :])  # the gradient of the sums at the end of the chunk
     for i, chunk in reversed(list(enumerate(chunks(inputs[1], any_masked=any_masked)[0]))):

@@ -148,7 +148,7 @@ def _size(length: int, keys: int) -> int:
 
 
 def _backward(
-    inputs: tuple[Tensor | None, ...], outputs: Any, kept: Any, gradients: tuple[Tensor, ...], *, is_causal: bool
+    inputs: tuple[Tensor | None, ...], outputs: Any, saved: Any, gradients: tuple[Tensor, ...], *, is_causal: bool
 ) -> tuple[Tensor | None, ...]:
     v, key_mask, *parts = inputs
     assert v is not None

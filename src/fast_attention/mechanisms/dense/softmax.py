@@ -72,13 +72,13 @@ def _forward(
 
 
 def _backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
     *, is_causal: bool, scale: float,
 ) -> Tensors:  # fmt: skip
     q, k, v, sinks = inputs
     sizes = {"is_causal": is_causal, "scale": scale}
-    gradients = flash_backward((q, k, v, None), outputs, kept, gradient, **sizes)
-    return *gradients[:3], sink_gradient(sinks, kept[0], gradient[0], outputs[0])
+    gradients = flash_backward((q, k, v, None), outputs, saved, gradient, **sizes)
+    return *gradients[:3], sink_gradient(sinks, saved[0], gradient[0], outputs[0])
 
 
 _sunk = Operation(_plain, cpu=Fast(_forward, _backward))

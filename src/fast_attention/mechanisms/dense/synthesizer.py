@@ -182,7 +182,7 @@ def _forward(
 
 
 def _backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, is_causal: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     q, k, v, b = inputs
@@ -191,7 +191,7 @@ def _backward(
     ones = pad(q.new_ones(*q.shape[:-1], 1), (0, more - 1))
     wide = torch.cat([q, ones], -1), torch.cat([k, pad(b[..., None], (0, more - 1))], -1), pad(v, (0, more))
     out, gradient = pad(outputs[0], (0, more)), pad(gradients[0], (0, more))
-    grads = flash_backward((*wide, None), (out,), kept, (gradient,), is_causal=is_causal, scale=1.0)
+    grads = flash_backward((*wide, None), (out,), saved, (gradient,), is_causal=is_causal, scale=1.0)
     dq, dk, dv = (x for x in grads if x is not None)
     return dq[..., :width], dk[..., :width], dv[..., :width], dk[..., width]
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fast_attention.decoding import State
 from fast_attention.engine import trace
 from fast_attention.engine.heads import repeated, viewed
-from fast_attention.engine.kv_cache import KVCache, append, behind
+from fast_attention.engine.kv_cache import KVCache, append, concat_tokens
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import Attention, Mixer, Places, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import Softmax, softmax_attention
@@ -154,7 +154,7 @@ def exact_step(
     count, held = state.count + k.shape[-2], state.short
     if count > above or not isinstance(held, KVCache) or k.dtype != held.k.dtype or k.shape[:-2] != held.k.shape[:-2]:
         return None
-    keys, values = behind(held.k, k), behind(held.v, v)
+    keys, values = concat_tokens(held.k, k), concat_tokens(held.v, v)
     visible = held.visible[..., :1].expand(*held.visible.shape[:-1], count)  # all are
     cache = KVCache(keys, values, visible)
     if q.shape[-2] == 1 and not torch.is_grad_enabled() and q.dtype != torch.float16:

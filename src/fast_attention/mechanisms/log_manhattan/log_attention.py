@@ -144,13 +144,13 @@ def _forward(*tensors: Any, keep: bool, settings: LogSettings) -> tuple[Tensor, 
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, settings: LogSettings,
 ) -> tuple[Any, ...]:  # fmt: skip
     q, k, v, _ = inputs
     d_inputs = [summed.empty(x) for x in (q, k, v)]
     one = _Log(inputs, outputs[0], settings, gradients[0], *d_inputs)
-    summed.backward(one, q, v, kept[0], is_causal=settings.is_causal)
+    summed.backward(one, q, v, saved[0], is_causal=settings.is_causal)
     return *d_inputs, None
 
 

@@ -142,11 +142,11 @@ def _forward(*tensors: Any, keep: bool, settings: ManhattanSettings) -> tuple[Te
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, settings: ManhattanSettings,
 ) -> tuple[Any, ...]:  # fmt: skip
     k, v, key_mask = inputs
-    (anchor, sums), dk, dv = kept, summed.empty(k), summed.empty(v)
+    (anchor, sums), dk, dv = saved, summed.empty(k), summed.empty(v)
     one = _Manhattan(inputs, outputs[0], settings, anchor, gradients[0], dk, dv)
     summed.backward(one, v, v, sums, is_causal=settings.is_causal)
     if not settings.is_causal:

@@ -140,14 +140,14 @@ def sorted_forward(l: Tensor, x: Tensor, *, keep: bool, kind: Kind) -> tuple[Ten
 
 
 def sorted_backward(
-    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, kind: Kind,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of l and x."""
     l, x = inputs
     dl, dx = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (l, x))
     views, sums = tuple(_rows(y, l) for y in (l, x, gradients[0], dl, dx)), _sums(kind)
-    for group, order in zip(_groups(views[0]), kept, strict=True):
+    for group, order in zip(_groups(views[0]), saved, strict=True):
         ls, xs, gs, dls, dxs = (view[group] for view in views)
         ordered, xo, go = (_gather(y, order) for y in (ls, xs, gs))
         slope = sums(ordered, xo)[1].mul_(go)

@@ -55,20 +55,20 @@ def forward(q: Tensor, v: Tensor, bucket: Tensor, *, keep: bool, **numbers: Any)
     order, arranged = torch.empty_like(codes), torch.empty_like(codes)
     lengths, logs = torch.empty(2, *a.shape[:-1], dtype=torch.float32).unbind()
     out = torch.empty(b.shape, dtype=b.dtype)
-    kept = (order, arranged, lengths, logs)
-    torch.ops.fast_attention_core.lsh_forward(a, b, codes, *_settings(Rules(**numbers)), *kept, out)
-    return out.view(v.shape), kept if keep else ()
+    saved = (order, arranged, lengths, logs)
+    torch.ops.fast_attention_core.lsh_forward(a, b, codes, *_settings(Rules(**numbers)), *saved, out)
+    return out.view(v.shape), saved if keep else ()
 
 
 def backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     **numbers: Any,
 ) -> tuple[Tensor, Tensor, None]:  # fmt: skip
     """Gradients of q and v, from weights computed again."""
     (q, v, _), out, grad_out = inputs, outputs[0], gradients[0]
     a, b, out, grad_out = (_four_axes(x) for x in (q, v, out, grad_out))
     dq, dv = torch.empty(a.shape, dtype=a.dtype), torch.empty(b.shape, dtype=b.dtype)
-    torch.ops.fast_attention_core.lsh_backward(a, b, *_settings(Rules(**numbers)), *kept, out, grad_out, dq, dv)
+    torch.ops.fast_attention_core.lsh_backward(a, b, *_settings(Rules(**numbers)), *saved, out, grad_out, dq, dv)
     return dq.view(q.shape), dv.view(v.shape), None
 
 

@@ -62,7 +62,7 @@ def _forward(x: Tensor, *, ortho: bool, keep: bool) -> tuple[Tensor, tuple[()]]:
     return out, ()
 
 
-def _backward(inputs: Any, outputs: Any, kept: Any, gradients: tuple[Tensor, ...], *, ortho: bool) -> tuple[Tensor]:
+def _backward(inputs: Any, outputs: Any, saved: Any, gradients: tuple[Tensor, ...], *, ortho: bool) -> tuple[Tensor]:
     """Transform the gradient: the matrix cos(2 pi (m l / n + h k / d)) is symmetric."""
     return (_forward(gradients[0], ortho=ortho, keep=False)[0],)
 

@@ -57,21 +57,21 @@ def gated_mlp(
     zeros again where W mixes, so that they change nothing.
     """
     x = masks.drop(x, key_mask)
-    kept, gate = halves(x, w, key_mask=key_mask)
+    saved, gate = halves(x, w, key_mask=key_mask)
     gate = spatial(gate, w, is_causal=is_causal)
     if w.tiny is not None:
         q, k, v = (x @ w.tiny.QKV).chunk(3, -1)
         mask = masks.visible(x.shape[-2], x.shape[-2], is_causal=is_causal, key_mask=key_mask, device=x.device)
         gate = gate + tiny_attention(q, k, v, mask) @ w.tiny.O
-    return F.linear(kept * gate, w.V.mT, w.V_bias)
+    return F.linear(saved * gate, w.V.mT, w.V_bias)
 
 
 def halves(
     x: Float[Tensor, "*batch length width"], w: GatedMLP, *, key_mask: Tensor | None
 ) -> tuple[Float[Tensor, "*batch length half"], Float[Tensor, "*batch length half"]]:
     """Z1 and LN(Z2) of visible tokens, token by token."""
-    kept, gate = F.gelu(F.linear(x, w.U.mT, w.U_bias)).chunk(2, -1)
-    return kept, masks.drop(F.layer_norm(gate, gate.shape[-1:], w.gain, w.shift), key_mask)
+    saved, gate = F.gelu(F.linear(x, w.U.mT, w.U_bias)).chunk(2, -1)
+    return saved, masks.drop(F.layer_norm(gate, gate.shape[-1:], w.gain, w.shift), key_mask)
 
 
 def spatial(
