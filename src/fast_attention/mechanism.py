@@ -101,11 +101,11 @@ class Attention(Mechanism[W, S]):
         """``w`` fitted to these queries and keys; unchanged where nothing can be fitted. See ``Bound.adopt``."""
         return w
 
-    def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None) -> S:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None) -> S:
         """The state of a chunk of keys and values, after validation (``memory="constant"`` only)."""
         raise self.refuse("summarising", "memory", "constant")
 
-    def merged(self, earlier: S, later: S) -> S:
+    def merge_states(self, earlier: S, later: S) -> S:
         """The state of two neighbouring chunks, associatively (``memory="constant"`` only)."""
         raise self.refuse("combining states", "memory", "constant")
 
@@ -231,7 +231,7 @@ class Attention(Mechanism[W, S]):
             raise self.refuse("summarising", "memory", "constant")
         self.check(traits, k, k, v, True, key_mask)
         keys, values, mask = checks.without_masked(k, v, key_mask, traits.inputs)
-        held = self.summary(keys, values, checks.weights(self, w, k), key_mask=mask)
+        held = self.summarise_keys(keys, values, checks.weights(self, w, k), key_mask=mask)
         held = decoding.copy_if_aliased(held, k, v, key_mask, at_start=True)
         return replaced(decoding.empty(self, k, k, v, w), held=held)
 
@@ -245,7 +245,7 @@ class Attention(Mechanism[W, S]):
         if self.traits.memory != "constant":
             raise self.refuse("combining states", "memory", "constant")
         empty = decoding.combined(self.expression, earlier, later)
-        return replaced(empty, held=self.merged(earlier.held, later.held))
+        return replaced(empty, held=self.merge_states(earlier.held, later.held))
 
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()], state: State, *, key_mask: Tensor | None = None

@@ -29,7 +29,7 @@ FAULTS = [
           "rank = filled", "tests/lsh/test_lsh.py -k log"),
     Fault("a token of the log counts once per round", "mechanisms/lsh/lsh.py", "times.clamp_(max=1)", "times",
           "tests/lsh/test_lsh.py -k log"),
-    Fault("FlexAttention counts what an earlier round has", GPU, "meets & (apart != 0) & (apart != 1)", "meets",
+    Fault("FlexAttention counts what an earlier round has", GPU, "meets & (difference != 0) & (difference != 1)", "meets",
           f"{HASHED} -k meet_whom"),
     Fault("FlexAttention lets a token meet itself", GPU, " & (i != j)", "", f"{HASHED} -k meet_whom"),
     Fault("FlexAttention lets a token meet a later one", GPU, "highs.minimum(at - 1) if is_causal else highs", "highs",

@@ -82,23 +82,23 @@ def accumulate_(
     """
     length, step = x.shape[-2], -1 if backwards else 1
     if length < 2 * ROWS:
-        _walk_(x.unbind(-2)[::step], combine)
+        _scan_in_place_(x.unbind(-2)[::step], combine)
         return x
     whole = length - length % ROWS
     divisible, rest = (x[..., -whole:, :], x[..., :-whole, :]) if backwards else (x[..., :whole, :], x[..., whole:, :])
     blocks = divisible.unflatten(-2, (-1, ROWS))
     rows = blocks.unbind(-2)[::step]
-    _walk_(rows, combine)
+    _scan_in_place_(rows, combine)
     ends = accumulate_(rows[-1].clone(), backwards=backwards, combine=combine)
     later, carried = (
         (blocks[..., :-1, :, :], ends[..., 1:, :]) if backwards else (blocks[..., 1:, :, :], ends[..., :-1, :])
     )
     combine(later, carried[..., None, :], out=later)
-    _walk_((ends[..., 0 if backwards else -1, :], *rest.unbind(-2)[::step]), combine)
+    _scan_in_place_((ends[..., 0 if backwards else -1, :], *rest.unbind(-2)[::step]), combine)
     return x
 
 
-def _walk_(rows: tuple[Tensor, ...], combine: Callable[..., Tensor]) -> None:
+def _scan_in_place_(rows: tuple[Tensor, ...], combine: Callable[..., Tensor]) -> None:
     for before, row in pairwise(rows):
         combine(row, before, out=row)
 

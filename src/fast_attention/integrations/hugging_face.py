@@ -16,7 +16,7 @@ from fast_attention.integrations.attention import NAME, SINKS, Call
 from fast_attention.integrations.fresh import BEFORE
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
-from fast_attention.integrations.swapped import CHILD, Swapped, beside, keeps_state, layers_of
+from fast_attention.integrations.swapped import CHILD, Swapped, keeps_state, layers_of, like_module
 from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
@@ -145,7 +145,7 @@ def _uncalled(
         shown, why = "its own attention", "it forms attention itself, not through transformers' interface"
     elif getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
         why = "the probe did not call it: give swap(..., probe={...}) inputs that do"
-        bound = beside(relative.bound(exact, Shape(heads, head_dim), positions), module, model)
+        bound = like_module(relative.bound(exact, Shape(heads, head_dim), positions), module, model)
     causal = bool(getattr(module, "is_causal", False))
     return Layer(name, type(module).__name__, heads, head_dim, causal, shown or repr(exact), why, replaced=False), bound
 
@@ -159,7 +159,7 @@ def _plan(
     chosen_mechanism: Any = relative.given(Softmax() if mechanism is None or reason else mechanism, positions)
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.needs_max_len else 0)
-    bound = beside(relative.bound(chosen_mechanism, shape, positions), module, model)
+    bound = like_module(relative.bound(chosen_mechanism, shape, positions), module, model)
     learned = sum(p.numel() for p in bound.parameters())
     notes = [] if reason else _notes(chosen_mechanism, call, _dropout(module), positions)
     why = reason or "; ".join(notes)

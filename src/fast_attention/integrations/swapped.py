@@ -99,7 +99,7 @@ class Swapped(nn.Module):
         return "kept" if self.kept else ""
 
 
-def beside(bound: Bound, module: nn.Module, model: nn.Module) -> Bound:
+def like_module(bound: Bound, module: nn.Module, model: nn.Module) -> Bound:
     """A mechanism on the device and in the dtype of a layer, or of its model: a quantized layer may have no numbers."""
     numbers = (p for part in (module, model) for p in part.parameters() if p.is_floating_point())
     like = next(numbers, None)

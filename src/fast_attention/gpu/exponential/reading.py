@@ -59,18 +59,18 @@ def of_state(
 
 @triton.jit
 def of_block(
-    x, y, is_visible, early, beside, largest, numerator, denominator, QROWS, KROWS, BIAS, D, width, lower, scale,
+    x, y, is_visible, early, is_diagonal, largest, numerator, denominator, QROWS, KROWS, BIAS, D, width, lower, scale,
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """The weights of queries x for keys y (BW, BT), and sums so far, all over the larger of old and new terms.
 
-    ``beside``: the keys are those beside the queries; queries that are ``early`` see none of them.
+    ``is_diagonal``: the keys are those beside the queries; queries that are ``early`` see none of them.
     """
     pairs = tl.zeros((BT, BT), tl.float32)
     for d in range(0, D, BD):
         z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
         b = turned_of_tokens(y, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-        far = exceeds_range(b, is_visible, 1) & beside
+        far = exceeds_range(b, is_visible, 1) & is_diagonal
         b = tl.where(is_visible, b, NOTHING)
         if far:
             largest, pairs, numerator, denominator = one_by_one(z, b, largest, pairs, numerator, denominator, BT)

@@ -4,7 +4,7 @@ AFT-full in tiles: ``sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + 
 
 The values of all sequences lie side by side, so that a chunk of queries is one wide product of exp(w) with exp(k) v and
 exp(k). Causal chunks multiply with the keys up to their end only. There all queries share one log scale per channel,
-for keys that never rise far above the first (``in_range``); others take ``reference_biased.full_causal``.
+for keys that never rise far above the first (``one_scale_is_enough``); others take ``reference_biased.full_causal``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS = 256  # queries per product
 RANGE = 40.0  # keys may rise by this, and biases differ by this: sums stay above exp(-80), float32 ends at exp(-87)
 
 
-def in_range(k: Tensor, bias: Tensor, *, any_masked: bool) -> bool:
+def one_scale_is_enough(k: Tensor, bias: Tensor, *, any_masked: bool) -> bool:
     """Whether one log scale per channel serves every causal query, and the biases need none beside it."""
     if k.shape[-2] == 0:
         return True
@@ -113,8 +113,8 @@ def _backward(
 
 
 def _serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, any_masked: bool, longest: int) -> str:
-    served = not is_causal or in_range(k, bias, any_masked=any_masked)
-    return "" if served else "causal, and keys or biases lie too far apart for one log scale"
+    fits = not is_causal or one_scale_is_enough(k, bias, any_masked=any_masked)
+    return "" if fits else "causal, and keys or biases lie too far apart for one log scale"
 
 
 def _path(*tensors: Tensor, is_causal: bool, **settings: Any) -> str:

@@ -4,7 +4,7 @@ AFT with biases in a window, in tiles, with its gradient: never a subtraction, s
 
 A block of ``size`` queries is one product with the keys of its block and the neighbouring ones (``reach`` tokens on
 both sides, or before it only), weights exp(w) in the window and 1 around it; blocks further away come in by their
-sums. All queries share one log scale per channel (``in_range``); others take ``reference_biased.windowed``.
+sums. All queries share one log scale per channel (``one_scale_is_enough``); others take ``reference_biased.windowed``.
 
 Blocks of tokens with their neighbours, and the weights of a window around each query, laid out for products.
 
@@ -234,7 +234,7 @@ _FAST = Fast(_forward, _backward)
 _BLOCKS = Operation(_plain, cpu=_FAST, cuda=_FAST)
 
 
-def in_range(k: Tensor, band: Tensor, plan: Plan) -> bool:
+def one_scale_is_enough(k: Tensor, band: Tensor, plan: Plan) -> bool:
     """Whether one log scale per channel serves every query, and the biases need none beside it."""
     fits = band.detach().abs().amax() <= RANGE
     if plan.is_causal or plan.strict:
@@ -267,7 +267,7 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) -> 
     plan = _whole_plan(q, k, v, band, **settings)
     if not (plan.shared or band.shape[1] == 1):
         return "every head has biases of its own for every position: blocks could share them neither way"
-    return "" if in_range(k, band, plan) else "keys or biases lie too far apart for one log scale"
+    return "" if one_scale_is_enough(k, band, plan) else "keys or biases lie too far apart for one log scale"
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) -> Tensor:

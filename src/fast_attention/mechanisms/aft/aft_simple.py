@@ -98,10 +98,10 @@ class AFTSimple(Attention[tuple[()], Pool]):
 
     @summed_in_chunks
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Pool:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Pool:
         """The pool of the keys of a chunk."""
         return reference.pooled(*reference.terms(k, v, key_mask))
 
-    def merged(self, earlier: Pool, later: Pool) -> Pool:
+    def merge_states(self, earlier: Pool, later: Pool) -> Pool:
         """The pool of two neighbouring chunks."""
         return reference.combined(earlier, later)

@@ -354,10 +354,10 @@ class WKV(Attention[ChannelDecays, WKVState]):
 
     @summed_in_chunks
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: ChannelDecays, *, key_mask: Tensor | None = None) -> WKVState:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: ChannelDecays, *, key_mask: Tensor | None = None) -> WKVState:
         """The sums over the keys of a chunk."""
         return summarise(k, v, w.of_heads()[0], key_mask)
 
-    def merged(self, earlier: WKVState, later: WKVState) -> WKVState:
+    def merge_states(self, earlier: WKVState, later: WKVState) -> WKVState:
         """The sums over two neighbouring chunks."""
         return combine(earlier, later)

@@ -148,13 +148,13 @@ class Adapted(Attention[Deltas, Any]):
         """Whether the mechanism combines states."""
         return self.mechanism.parts_by_states(is_causal)
 
-    def summary(self, k: Tensor, v: Tensor, w: Deltas, *, key_mask: Tensor | None) -> Any:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: Deltas, *, key_mask: Tensor | None) -> Any:
         """The mechanism's state of the adapted tokens."""
-        return self.mechanism.summary(_moved(k, w.k), _moved(v, w.v), w.inner, key_mask=key_mask)
+        return self.mechanism.summarise_keys(_moved(k, w.k), _moved(v, w.v), w.inner, key_mask=key_mask)
 
-    def merged(self, earlier: Any, later: Any) -> Any:
+    def merge_states(self, earlier: Any, later: Any) -> Any:
         """Combine two states by the mechanism."""
-        return self.mechanism.merged(earlier, later)
+        return self.mechanism.merge_states(earlier, later)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: State, *, key_mask: Tensor | None = None) -> Tensor:
         """Read adapted queries from a state of adapted keys."""

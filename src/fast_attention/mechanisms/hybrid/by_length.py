@@ -84,8 +84,8 @@ class NewTokens(NamedTuple):
         if part.mechanism.traits.memory != "constant":
             return self.after(part, state)[1]
         k, v = _read(part, self.q.shape[-3], self.k, self.v)
-        summary = part.mechanism.summary(k, v, part.w, key_mask=self.key_mask)
-        return summary if state is None else part.mechanism.merged(state, summary)
+        summary = part.mechanism.summarise_keys(k, v, part.w, key_mask=self.key_mask)
+        return summary if state is None else part.mechanism.merge_states(state, summary)
 
 
 class NewRows(NamedTuple):

@@ -59,7 +59,7 @@ def near_part(
 
 
 @in_float32
-def merged(
+def merge_near_and_far(
     near_out: Tensor, near_log: Tensor, q: Tensor, k: Tensor, v: Tensor, others: Tensor, sinks: SinkTokens,
     learned: Tensor | None, far: Kernelised[Any], w: Any, near: BlockLocal, *, is_causal: bool,
 ) -> Tensor:  # fmt: skip

@@ -315,7 +315,9 @@ class Hybrid(NearFar[HybridState]):
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
         q = self.scaled(widen(q))
-        return gpu.merged(out, logs, q, k, v, others, sinks, learned, self.far, far_w, near, is_causal=is_causal)
+        return gpu.merge_near_and_far(
+            out, logs, q, k, v, others, sinks, learned, self.far, far_w, near, is_causal=is_causal
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``attend`` without FlexAttention."""

@@ -106,11 +106,11 @@ class Kernelised(Attention[W, LinearState]):
 
     @summed_in_chunks
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
         """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of some tokens, over their largest features."""
         return in_range.summarise(reference.masked_keys(self.maps(w)[1], k, key_mask), v)
 
-    def merged(self, earlier: LinearState, later: LinearState) -> LinearState:
+    def merge_states(self, earlier: LinearState, later: LinearState) -> LinearState:
         """The sums over two neighbouring chunks."""
         return linear_state.combine(earlier, later)
 

@@ -269,7 +269,7 @@ class LogAttention(Attention[tuple[()], States]):
 
     @advancing.summed_in_chunks
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
         """The sums over the keys of a chunk."""
         if self.score == "logdot":
             return linear_state.summarise(linear.masked_keys(self.feature_map.features, k, key_mask), v)
@@ -277,7 +277,7 @@ class LogAttention(Attention[tuple[()], States]):
             return pool.pooled(*self._pool_terms(k, v, key_mask))
         return KeySums(reference.terms(self._scores(k, v), v, key_mask).sum(-2, keepdim=True))
 
-    def merged(self, earlier: States, later: States) -> States:
+    def merge_states(self, earlier: States, later: States) -> States:
         """The sums over two neighbouring chunks."""
         match earlier, later:
             case LinearState(), LinearState():

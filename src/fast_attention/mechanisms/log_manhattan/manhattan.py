@@ -264,7 +264,7 @@ class Manhattan(Attention[tuple[()], States]):
 
     @advancing.summed_in_chunks
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
         """The sums over the keys of a chunk."""
         l, x, _, diagonal, _ = self._terms(k, v, key_mask)
         return reference.summarised(l, x, diagonal, key_mask)
@@ -277,7 +277,7 @@ class Manhattan(Attention[tuple[()], States]):
         l, *_, diagonal, _ = self._terms(k, v, key_mask)
         return self._of_sums(q, l, diagonal, state)
 
-    def merged(self, earlier: Any, later: Any) -> States:
+    def merge_states(self, earlier: Any, later: Any) -> States:
         """The sums over two neighbouring chunks."""
         return reference.combined(earlier, later)
 

@@ -120,7 +120,7 @@ Kind = Literal["absolute", "laplacian"]
 Pair = tuple[Tensor, Tensor]
 
 
-def in_range(l: Tensor) -> bool:
+def one_scale_is_enough(l: Tensor) -> bool:
     """Whether the l lie so close together that their exponentials need no log scale."""
     low, high = l.detach().aminmax()
     return bool(high - low < RANGE.get(l.dtype, 0.0))
@@ -204,7 +204,7 @@ def _scatter(out: Tensor, order: Tensor, y: Tensor) -> None:
 
 def _far_apart(l: Tensor, x: Tensor) -> str:
     """Why there is no closed form; empty where there is one."""
-    return "" if in_range(l) else "log keys so far apart that sums need a running log scale"
+    return "" if one_scale_is_enough(l) else "log keys so far apart that sums need a running log scale"
 
 
 def _plain(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
