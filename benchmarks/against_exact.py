@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from benchmarks.gates import HEADS, WIDTH, Row, in_turns, seconds, title
 from experiments.arguments import Arguments
 from fast_attention import Bound, Shape, files, keep_memory
-from fast_attention.lab import records, surroundings
+from fast_attention.lab import environment, records
 
 LENGTHS = (128, 512, 1024, 4096, 16384)
 BASELINES = {
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
         keep_memory()
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    meta = {"command": arguments or sys.argv[1:], "started": surroundings.timestamp(), "heads": HEADS, "width": WIDTH}
+    meta = {"command": arguments or sys.argv[1:], "started": environment.timestamp(), "heads": HEADS, "width": WIDTH}
     found = [
         measured(
             expression, Row(expression, asked.causal, length, training), asked.rounds, asked.patience, asked.baseline
@@ -115,8 +115,8 @@ def main(arguments: list[str] | None = None) -> None:
         meta |= {
             "status": "complete",
             "old": BASELINES[asked.baseline],
-            **surroundings.surroundings(torch.device("cpu")),
-            "finished": surroundings.timestamp(),
+            **environment.environment(torch.device("cpu")),
+            "finished": environment.timestamp(),
         }
         held = {"meta": meta, "rows": [asdict(row) for row in found]}
         files.write(asked.out, records.sealed(KINDS[asked.baseline], held) + "\n")

@@ -30,11 +30,11 @@ from experiments.arguments import Arguments, YesNo
 from fast_attention import clock, keep_memory
 from fast_attention.counting import counted
 from fast_attention.lab import inputs, measure, progress
+from fast_attention.lab.environment import begun, load_average
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.numbers import bytes_of, fixed, milliseconds
 from fast_attention.lab.records import PASSES, Cell, Pass, Timed
 from fast_attention.lab.refusals import InputError, failure, first_line
-from fast_attention.lab.surroundings import begun, load_average
 from fast_attention.lab.tables import Row as TableRow
 from fast_attention.lab.tables import Table, Value, say, show
 from fast_attention.lab.timing import timing

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from experiments.arguments import Arguments
 from fast_attention import extend, files, swap
-from fast_attention.lab import corpus, loading, records, surroundings
+from fast_attention.lab import corpus, environment, loading, records
 from fast_attention.lab.passages import Passages, spread
 from fast_attention.lab.progress import counted
 from fast_attention.lab.tables import Table, show
@@ -117,9 +117,9 @@ def main() -> None:
     bits = len(document) / text.facts["bytes"] / math.log(2)  # per byte, of a nat per token
     about = {
         "status": "running", "command": ["python", "-m", "benchmarks.by_position", *sys.argv[1:]],
-        "started": surroundings.timestamp(), "passages": len(chosen), "edges": EDGES, "bits_per_byte_of_a_nat": bits,
+        "started": environment.timestamp(), "passages": len(chosen), "edges": EDGES, "bits_per_byte_of_a_nat": bits,
         "text": {"name": "files of Python's standard library (PSF licence)", "sha256": text.sha256},
-        **surroundings.surroundings(torch.device("cpu")),
+        **environment.environment(torch.device("cpu")),
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
     with counted((3 + len(asked.mechanisms) + len(asked.converted)) * len(chosen)) as step:
@@ -133,7 +133,7 @@ def main() -> None:
             rows.append(
                 {"reader": reader.name, "bits_per_byte": values, "tokens_per_second": len(chosen) * length / seconds}
             )
-    about |= {"status": "complete", "finished": surroundings.timestamp()}
+    about |= {"status": "complete", "finished": environment.timestamp()}
     files.write(asked.out, records.sealed("by position", {"meta": about, "rows": rows}) + "\n")
     show(table(rows, EDGES), f"Record: {asked.out}")
 

@@ -24,7 +24,7 @@ from experiments import data
 from experiments.arguments import Arguments
 from fast_attention import extend, files, swap
 from fast_attention.conversion import Chunks, goals
-from fast_attention.lab import loading, passages, records, surroundings
+from fast_attention.lab import environment, loading, passages, records
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.tables import Table, show
 
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/chosen-blocks.json"))
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    started, held = surroundings.timestamp(), models(asked.mechanisms, max(asked.lengths))
+    started, held = environment.timestamp(), models(asked.mechanisms, max(asked.lengths))
     reader = passages.Passages(loading.tokenizer(loading.default_model()))
     document = reader.document(Corpus("the Jargon File", (("the Jargon File", data.text()),)))
     rows: list[dict[str, Any]] = []
@@ -105,8 +105,8 @@ def main() -> None:
             ]  # fmt: skip
     meta = {
         "status": "complete", "command": ["python", "-m", "benchmarks.chosen_blocks", *sys.argv[1:]],
-        "started": started, "finished": surroundings.timestamp(), "threads": 1,
-        **surroundings.surroundings(torch.device("cpu")),
+        "started": started, "finished": environment.timestamp(), "threads": 1,
+        **environment.environment(torch.device("cpu")),
     }  # fmt: skip
     files.write(asked.out, records.sealed("chosen blocks", {"meta": meta, "rows": rows}) + "\n")
     by = {(row["model"], row["length"]): row for row in rows}

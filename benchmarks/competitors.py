@@ -122,7 +122,9 @@ class Competitor:
     @property
     def order(self) -> float:
         """The exponent of its time."""
-        return self.peer.order if self.peer else 2.0 if self.mechanism is None else self.mechanism.traits.order
+        if self.peer:
+            return self.peer.order
+        return 2.0 if self.mechanism is None else self.mechanism.traits.complexity_exponent
 
     @property
     def memory_order(self) -> float:

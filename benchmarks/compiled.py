@@ -25,7 +25,7 @@ from benchmarks.against_exact import passes
 from benchmarks.gates import HEADS, WIDTH, Row, in_turns, seconds
 from experiments.arguments import Arguments
 from fast_attention import Attention, Bound, Shape, catalogue, files, keep_memory
-from fast_attention.lab import records, surroundings
+from fast_attention.lab import environment, records
 
 
 def measured(mechanism: Any, is_causal: bool, length: int, rounds: int, patience: float) -> Iterator[dict[str, Any]]:
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch._inductor.config.force_disable_caches = True  # type: ignore[attr-defined]  # or seconds are those of reading
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    meta = {"command": arguments or sys.argv[1:], "started": surroundings.timestamp(), "heads": HEADS, "width": WIDTH}
+    meta = {"command": arguments or sys.argv[1:], "started": environment.timestamp(), "heads": HEADS, "width": WIDTH}
     chosen = [catalogue.parse(text) for text in asked.mechanisms or catalogue.names()]
     calls = [(m, is_causal) for m in chosen if m.traits.compile for is_causal in m.traits.modes]
     rows = [
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     Console().print(table(rows))
     if asked.out:
-        meta |= {**surroundings.surroundings(torch.device("cpu")), "finished": surroundings.timestamp()}
+        meta |= {**environment.environment(torch.device("cpu")), "finished": environment.timestamp()}
         held = {"meta": {"status": "complete", **meta}, "rows": rows}
         files.write(asked.out, records.sealed("compiled", held) + "\n")
 

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from experiments.arguments import Arguments
 from fast_attention import Bound, Shape, clock, files, keep_memory
-from fast_attention.lab import records, surroundings
+from fast_attention.lab import environment, records
 from fast_attention.lab.numbers import milliseconds
 from fast_attention.lab.records import EXACT
 from fast_attention.lab.tables import Table, Value, say, show
@@ -224,7 +224,7 @@ def default_threads(usable: int) -> list[int]:
 
 def main(arguments: list[str] | None = None, cases: Sequence[Case] = CASES) -> None:
     """Print the table and write the record."""
-    usable = surroundings.usable_cores()
+    usable = environment.usable_cores()
     parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", help="Numbers of threads. Default: 1 to all, by doublings.")
     parser.add_argument("--length", type=int, default=4096, help="Tokens.")
@@ -237,8 +237,8 @@ def main(arguments: list[str] | None = None, cases: Sequence[Case] = CASES) -> N
     keep_memory()
     torch.set_num_threads(threads[-1])
     command = ["python", "-m", "benchmarks.cores", *(arguments if arguments is not None else sys.argv[1:])]
-    meta = {"status": "running", "command": command, "started": surroundings.timestamp()}
-    meta |= surroundings.surroundings(torch.device("cpu"))
+    meta = {"status": "running", "command": command, "started": environment.timestamp()}
+    meta |= environment.environment(torch.device("cpu"))
     meta |= {"heads": HEADS, "width": WIDTH, "length": asked.length}
     rows: list[dict[str, Any]] = []
 
@@ -248,7 +248,7 @@ def main(arguments: list[str] | None = None, cases: Sequence[Case] = CASES) -> N
 
     counted, uncounted = regions(asked.length, max(2, threads[-1]))
     conditions = [*(Condition(number) for number in threads), *(Condition(threads[-1], busy) for busy in BUSY[1:])]
-    others, words = surroundings.Others(), list[str]()
+    others, words = environment.Others(), list[str]()
     for condition in conditions:
         with beside(condition.busy):
             for case in cases:
@@ -257,8 +257,8 @@ def main(arguments: list[str] | None = None, cases: Sequence[Case] = CASES) -> N
                 write()
         if not condition.busy:
             meta["others"], words = others.cores(), others.words()
-    finished = {"status": "complete", "finished": surroundings.timestamp(), "uncounted": uncounted}
-    write(**finished, load_average_after=surroundings.load_average())
+    finished = {"status": "complete", "finished": environment.timestamp(), "uncounted": uncounted}
+    write(**finished, load_average_after=environment.load_average())
     notes = [f"Regions {uncounted}."] * bool(uncounted)
     if threads[-1] > usable:
         notes.append(f"{threads[-1]} threads, and this process may use {usable} cores: threads wait for each other.")

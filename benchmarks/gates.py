@@ -136,7 +136,7 @@ def rows(new: Tree, lengths: Iterable[int], only: list[str] | None) -> Iterator[
         for is_causal in mechanism.traits.modes:
             for length in sorted(lengths):
                 for training in (False, True):
-                    yield Row(repr(mechanism), is_causal, length, training), mechanism.traits.order
+                    yield Row(repr(mechanism), is_causal, length, training), mechanism.traits.complexity_exponent
 
 
 def call(tree: Tree, row: Row) -> Callable[[], Any]:

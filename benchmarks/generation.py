@@ -20,7 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCr
 import fast_attention
 from experiments.arguments import Arguments
 from fast_attention import cache_argument, files
-from fast_attention.lab import records, surroundings
+from fast_attention.lab import environment, records
 
 AROUND = 64  # tokens whose median stands for a position
 
@@ -96,7 +96,7 @@ def main() -> None:
         meta = {
             "status": "complete", "command": sys.argv[1:], "started": started, "batch": asked.batch,
             "model": "Llama, 2 layers, width 256, 4 heads, random weights",
-            "transformers": transformers.__version__, **surroundings.surroundings(torch.device("cpu")),
+            "transformers": transformers.__version__, **environment.environment(torch.device("cpu")),
         }  # fmt: skip
         files.write(asked.out, records.sealed("generation", {"meta": meta, "mechanisms": found}) + "\n")
 

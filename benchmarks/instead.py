@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from benchmarks.whole_models import TEXTS, WORDS, batched, difference, minilm, mixed, modernbert, prose
 from experiments.arguments import Arguments
 from fast_attention import files, swap
-from fast_attention.lab import loading, measure, records, surroundings
+from fast_attention.lab import environment, loading, measure, records
 from fast_attention.lab.tables import Table, say, show
 
 LONGEST = 512  # tokens of the mixed batch's longest text
@@ -194,8 +194,8 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.simplefilter("ignore")  # of the export, and that torch's quantization moves to another package
     logging.disable(logging.WARNING)
     command = ["python", "-m", "benchmarks.instead", *(arguments if arguments is not None else sys.argv[1:])]
-    meta = {"status": "running", "command": command, "started": surroundings.timestamp()}
-    meta |= surroundings.surroundings(torch.device("cpu"))
+    meta = {"status": "running", "command": command, "started": environment.timestamp()}
+    meta |= environment.environment(torch.device("cpu"))
     rows: list[dict[str, Any]] = []
     batches = {f"{TEXTS} texts": mixed(asked.longest)} | {f"{n:,} tokens": [n] for n in sorted(asked.lengths)}
     for case in asked.cases:
@@ -214,8 +214,8 @@ def main(arguments: list[str] | None = None) -> None:
                     rows.append(row | found.get(way, {}))
                 say(f"{case}, {words}: " + ", ".join(f"{way} {row['seconds']:.3f} s" for way, row in found.items()))
                 files.write(asked.out, records.sealed("instead", {"meta": meta, "rows": rows}) + "\n")
-    meta |= {"status": "complete", "finished": surroundings.timestamp()}
-    meta |= {"load_average_after": surroundings.load_average()}
+    meta |= {"status": "complete", "finished": environment.timestamp()}
+    meta |= {"load_average_after": environment.load_average()}
     files.write(asked.out, records.sealed("instead", {"meta": meta, "rows": rows}) + "\n")
     notes = {f"{row['case']}, {row['way']}, {row['texts']}: {row['note']}" for row in rows if row["note"]}
     show(table(rows), *sorted(notes), f"Record: {asked.out}")

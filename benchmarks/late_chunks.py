@@ -26,7 +26,7 @@ from benchmarks.manuals import PACKAGES, Manual, manuals
 from experiments.arguments import Arguments
 from fast_attention import files, late_chunks
 from fast_attention.conversion.goals import pooled
-from fast_attention.lab import loading, records, surroundings
+from fast_attention.lab import environment, loading, records
 from fast_attention.lab.passages import Passages
 from fast_attention.lab.progress import counted
 from fast_attention.lab.tables import Table, show
@@ -153,7 +153,7 @@ def meta(read: Sequence[Manual], held: Sequence[Held], lengths: list[int], asked
     """What a record says of the run."""
     return {
         "status": "complete", "command": ["python", "-m", "benchmarks.late_chunks", *sys.argv[1:]],
-        "started": surroundings.timestamp(), "model": "all-MiniLM-L6-v2", "seed": asked.seed, "precision": "float32",
+        "started": environment.timestamp(), "model": "all-MiniLM-L6-v2", "seed": asked.seed, "precision": "float32",
         "documents": len(held), "passages": EACH * len(held), "passage": PASSAGE, "reads": READS,
         "tokens": {"least": lengths[0], "median": lengths[len(lengths) // 2], "most": lengths[-1], "all": sum(lengths)},
         "sources": [
@@ -161,7 +161,7 @@ def meta(read: Sequence[Manual], held: Sequence[Held], lengths: list[int], asked
              "documents": sum(each.package == name for each in read)} for name in PACKAGES
         ],
         "sha256": records.checksum({f"{each.package} {each.name}": each.text for each in read}),
-        **surroundings.surroundings(torch.device("cpu")),
+        **environment.environment(torch.device("cpu")),
     }  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def main() -> None:
     about = meta(read, held, lengths, asked)
     with counted(len(held)) as step:
         rows = measure(reader, held, step)
-    about["finished"] = surroundings.timestamp()
+    about["finished"] = environment.timestamp()
     files.write(asked.out, records.sealed("late chunks", {"meta": about, "rows": rows}) + "\n")
     heads = ["a document becomes", "tokens", "of these", "recall at 1", "MRR", "gained, lost", "seconds"]
     cells = [

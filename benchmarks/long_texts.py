@@ -19,7 +19,7 @@ from rich.console import Console
 from benchmarks import costs
 from experiments.arguments import Arguments
 from fast_attention import extend, files, integrations, keep_memory, swap
-from fast_attention.lab import loading, records, surroundings
+from fast_attention.lab import environment, loading, records
 from fast_attention.lab.tables import Table, show
 
 PATIENCE = 600.0  # seconds that exact attention may take for one text
@@ -49,14 +49,14 @@ def main() -> None:
     asked = parser.parse_args()
     if not asked.give_memory_back:
         keep_memory(None)
-    started, longest = surroundings.timestamp(), max(asked.lengths)
+    started, longest = environment.timestamp(), max(asked.lengths)
     held = models(asked.model, asked.mechanism, longest)
     layers = [*integrations.swapped.layers_of(held[[*held][-1]])]
     with Console(stderr=True).status("") as status:
         prices = costs.measure(held, layers, asked.lengths, longest, status.update, longest=PATIENCE)
     meta = {
         "status": "complete", "command": ["python", "-m", "benchmarks.long_texts", *sys.argv[1:]], "started": started,
-        "finished": surroundings.timestamp(), **surroundings.surroundings(torch.device("cpu")),
+        "finished": environment.timestamp(), **environment.environment(torch.device("cpu")),
     }  # fmt: skip
     files.write(asked.out, records.sealed("long texts", {"meta": meta, "rows": [], "prices": prices}) + "\n")
     by = {(row["model"], row["length"]): row for row in prices}

@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.floors import floor
 from experiments.arguments import Arguments
 from fast_attention import Attention, Bound, catalogue, files
-from fast_attention.lab.surroundings import begun
+from fast_attention.lab.environment import begun
 from fast_attention.traits import Shape
 
 MECHANISMS = (

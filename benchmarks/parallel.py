@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from experiments.arguments import Arguments
 from experiments.models import Model, ModelConfig
 from fast_attention import FavorPlus, LinearAttention, Shape
-from fast_attention.lab.surroundings import surroundings
+from fast_attention.lab.environment import environment
 from fast_attention.parallel import attend, counted, parallelize
 
 HEADS, WIDTH = 8, 64
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("out/parallel.json"))
     given = parser.parse_args()
-    record: dict[str, Any] = {"meta": {**surroundings(torch.device("cpu")), "status": "running"}}
+    record: dict[str, Any] = {"meta": {**environment(torch.device("cpu")), "status": "running"}}
     for length in (4096, 65536):
         record[f"sent, {length}"] = held = on(4, 1, bytes_sent, length)
         print(f"causal LinearAttention, 8 heads of 64, {length:,} tokens, 4 processes: {held['bytes']:,.0f} bytes sent "

@@ -22,7 +22,7 @@ from experiments import data
 from experiments.arguments import Arguments
 from fast_attention import catalogue, files
 from fast_attention.conversion import goals
-from fast_attention.lab import capture, inputs, loading, records, surroundings
+from fast_attention.lab import capture, environment, inputs, loading, records
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.passages import Passages, spread
 
@@ -75,7 +75,7 @@ def main() -> None:
         "status": "complete", "command": sys.argv[1:], "started": started,
         "model": f"{type(original).__name__}, {sum(p.numel() for p in original.parameters()):,} parameters",
         "passages": sum(len(each.batch["input_ids"]) for each in held), "length": asked.length,
-        "transformers": transformers.__version__, **surroundings.surroundings(torch.device("cpu")),
+        "transformers": transformers.__version__, **environment.environment(torch.device("cpu")),
     }  # fmt: skip
     files.write(asked.out, records.sealed("costs", {"meta": meta, "rows": rows, "prices": found}) + "\n")
     for row in rows:

@@ -26,7 +26,7 @@ from benchmarks.manuals import PACKAGES, Manual, manuals
 from experiments.arguments import Arguments
 from fast_attention import extend, files, swap
 from fast_attention.conversion.goals import pooled
-from fast_attention.lab import loading, records, surroundings
+from fast_attention.lab import environment, loading, records
 from fast_attention.lab.passages import Passages
 from fast_attention.lab.progress import counted
 from fast_attention.lab.tables import Table, show
@@ -199,7 +199,7 @@ def meta(read: Sequence[Manual], held: Sequence[Pair], asked: argparse.Namespace
     lengths = sorted(len(pair.document) for pair in held)
     return {
         "status": "running", "command": ["python", "-m", "benchmarks.retrieval", *sys.argv[1:]],
-        "started": surroundings.timestamp(),
+        "started": environment.timestamp(),
         "model": "all-MiniLM-L6-v2", "seed": asked.seed, "passage": PASSAGE, "precision": asked.precision,
         "documents": len(held), "tokens": {"least": lengths[0], "median": lengths[len(lengths) // 2],
         "most": lengths[-1], "all": sum(lengths)},
@@ -208,7 +208,7 @@ def meta(read: Sequence[Manual], held: Sequence[Pair], asked: argparse.Namespace
              "documents": sum(each.package == name for each in read)} for name in PACKAGES
         ],
         "sha256": records.checksum({f"{each.package} {each.name}": each.text for each in read}),
-        **surroundings.surroundings(torch.device("cpu")),
+        **environment.environment(torch.device("cpu")),
     }  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def main() -> None:
         for way in chosen:
             made += measure(way, held, step)
             _write(asked.out, about, made)
-    about |= {"status": "complete", "finished": surroundings.timestamp()}
+    about |= {"status": "complete", "finished": environment.timestamp()}
     _write(asked.out, about, made)
     show(table(made), f"Record: {asked.out}")
 

@@ -31,7 +31,7 @@ from experiments import data
 from experiments.arguments import Arguments
 from fast_attention import extend, files, keep_memory, swap
 from fast_attention.counting import peak_bytes
-from fast_attention.lab import loading, records, surroundings
+from fast_attention.lab import environment, loading, records
 from fast_attention.lab.tables import Table, Value, say, show
 
 WORDS = 512  # in the vocabulary of models with random weights
@@ -319,8 +319,8 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(asked.threads)
     loading.quiet_transformers("the benchmark")
     command = ["python", "-m", "benchmarks.whole_models", *(arguments if arguments is not None else sys.argv[1:])]
-    meta = {"status": "running", "command": command, "started": surroundings.timestamp()}
-    meta |= surroundings.surroundings(torch.device("cpu"))
+    meta = {"status": "running", "command": command, "started": environment.timestamp()}
+    meta |= environment.environment(torch.device("cpu"))
     rows: list[dict[str, Any]] = []
     reports: dict[str, str] = {}
 
@@ -345,8 +345,8 @@ def main(arguments: list[str] | None = None) -> None:
                 rows.append({"case": name, "what": what, "length": length, **took, "asked": figure})
                 say(f"{name}, {what}, {length:,} tokens: {took['times']:.2f} times (asked {figure or '-'})")
                 write()
-    finished = {"status": "complete", "finished": surroundings.timestamp()}
-    write(**finished, load_average_after=surroundings.load_average())
+    finished = {"status": "complete", "finished": environment.timestamp()}
+    write(**finished, load_average_after=environment.load_average())
     show(table(rows), f"Record: {asked.out}")
 
 

@@ -395,10 +395,10 @@ PLACES = {  # traits.positions -> what follows
     "grid": "No padding in front: a `key_mask` that hides a sequence's first tokens is refused.",
 }
 HELD = {  # trait -> what follows where it is granted
-    "bounded": "Its weights are for at most `max_len` tokens; longer inputs are refused.",
+    "needs_max_len": "Its weights are for at most `max_len` tokens; longer inputs are refused.",
     "learned": "It has weights to train: until then its results say nothing of a pretrained model.",
     "random": "It holds random draws, which change its results from seed to seed; they are saved with the model.",
-    "spans": "It is laid out over the padded length: a padded input is not computed as the shorter one.",
+    "sees_padding": "It is laid out over the padded length: a padded input is not computed as the shorter one.",
 }
 
 
@@ -532,7 +532,7 @@ def overview() -> str:
         cross = yes[t.cross] if isinstance(mechanism, Attention) else "mixer"
         weights = " + ".join(word for word, has in (("learned", t.learned), ("random", t.random)) if has) or "none"
         can = (yes[t.causal], yes[t.padding], cross, yes[t.mask], t.memory or "-")
-        row = (label, t.cost, *can, weights + ", to max_len" * t.bounded, source(t.paper))
+        row = (label, t.cost, *can, weights + ", to max_len" * t.needs_max_len, source(t.paper))
         groups[FAMILY[name]].append(row)
     heads = ("mechanism", "time", "causal", "padding", "cross", "any mask", "decoding state", "weights", "source")
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *(f"mechanisms/{name}" for name in catalogue.names()), "```"])

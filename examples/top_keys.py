@@ -17,7 +17,7 @@ class TopKeys(Attention[Any, Any]):
     best: int = 8
     traits = Traits(
         paper="none", formula="softmax over the best scores of q k^T / sqrt(d), times v",
-        cost="n^2 d", order=2, causal=True, padding=True, cross=True, rotary=True, export=False,
+        cost="n^2 d", complexity_exponent=2, causal=True, padding=True, cross=True, rotary=True, export=False,
     )  # fmt: skip
 
     @in_float32

@@ -39,7 +39,7 @@ class ModelConfig(Value):
         layers: Number of blocks.
         heads: Heads of a block; must divide ``width``.
         hidden: Width inside the feed-forward layers; 0 for ``4 * width``.
-        max_len: Longest sequence for learned positions and for mechanisms with ``traits.bounded``.
+        max_len: Longest sequence for learned positions and for mechanisms with ``traits.needs_max_len``.
         positions: ``"learned"``, ``"sinusoidal"``, ``"rotary"`` (mechanisms with ``traits.rotary``) or ``"none"``.
             ``"auto"`` becomes rotary if every layer and the heads' width allow it, and learned otherwise.
         causal: A decoder, whose outputs see the past only; False for an encoder.
@@ -103,7 +103,7 @@ class ModelConfig(Value):
     @property
     def longest(self) -> int | None:
         """The longest sequence that the model reads; None: any."""
-        bounded = any(catalogue.parse(name).traits.bounded for name in self.mechanisms)
+        bounded = any(catalogue.parse(name).traits.needs_max_len for name in self.mechanisms)
         return self.max_len if bounded or self.positions == "learned" else None
 
 

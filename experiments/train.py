@@ -137,7 +137,7 @@ def check(task: Task, config: ModelConfig) -> None:
     if task.causal and not config.causal:
         raise ValueError(f"{task!r} asks for what comes next; a model with causal=False would see it")
     if config.longest is not None and config.longest < task.length:
-        bounded = [name for name in config.mechanisms if catalogue.parse(name).traits.bounded]
+        bounded = [name for name in config.mechanisms if catalogue.parse(name).traits.needs_max_len]
         why = bounded[0] if bounded else "learned positions"
         raise ValueError(f"{task!r} has {task.length} tokens and the model, with {why}, max_len={config.max_len}")
     if (config.head == "classes") != bool(task.classes) or config.classes < task.classes:

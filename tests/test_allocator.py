@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fast_attention import allocator, keep_memory
-from fast_attention.lab import surroundings
+from fast_attention.lab import environment
 
 COUNTING = """
 import resource, statistics, sys, torch
@@ -60,9 +60,9 @@ def test_memory_is_given_back_otherwise() -> None:
 @needs_glibc
 def test_records_say_what_becomes_of_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "_freed_memory", ["given back"])
-    assert surroundings.surroundings(torch.device("cpu"))["freed_memory"] == "given back"
+    assert environment.environment(torch.device("cpu"))["freed_memory"] == "given back"
     assert keep_memory()
-    assert surroundings.surroundings(torch.device("cpu"))["freed_memory"] == "kept up to 1,024 MiB"
+    assert environment.environment(torch.device("cpu"))["freed_memory"] == "kept up to 1,024 MiB"
 
 
 @needs_glibc

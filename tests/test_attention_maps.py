@@ -82,7 +82,8 @@ def test_rows_need_no_gradients_from_the_caller(mode: Any) -> None:
 def test_memory_grows_as_the_mechanisms_own(name: str) -> None:
     """Not with the square of the length, where the mechanism's own does not."""
     mechanism: Any = catalogue.default(name)
-    order = max(mechanism.traits.order, 1.0) if mechanism.traits.order < 2 else 1.0 + (name not in ("Softmax",))
+    order = mechanism.traits.complexity_exponent
+    order = max(order, 1.0) if order < 2 else 1.0 + (name not in ("Softmax",))
 
     def peak(n: int, is_causal: bool) -> int:
         torch.manual_seed(0)

@@ -63,7 +63,7 @@ def test_nothing_is_repeated_that_need_not_be(mechanism: Any, monkeypatch: pytes
     q, k, v = grouped(6, 6, 2, "cpu")
     module = MultiheadAttention(16, 4, num_kv_heads=2, mechanism=mechanism).double()
     x = torch.randn(6, 3, 16, dtype=torch.float64)
-    causal = mechanism.traits.order >= 2
+    causal = mechanism.traits.complexity_exponent >= 2
     given: dict[str, Any] = {"need_weights": False, "is_causal": causal}
     wanted = (attention(q, k, v, mechanism, enable_gqa=True), module(x, x, x, **given)[0])
 

@@ -186,7 +186,7 @@ RIDDLES = """
     stranger strangers spelling spelled fades sheets sheet placed landmarks going_on took owed told holes calm wild
     steep steady lift upward downward worth mine made spelt fade fading tails tail everywhere scratch room rooms
     sent here segment segments pieces moment now hear heard history anew strange aside explicit doings wished wish
-    narrower
+    narrower obstacle gpu_obstacle walking settled bounded at_once alike put merged surroundings vehicles
 """.split()  # noqa: SIM905
 
 
@@ -207,6 +207,31 @@ def names_of(path: Path) -> set[str]:
 def test_no_name_is_a_riddle() -> None:
     breaches = [f"{path}: {', '.join(riddles)}" for path in FILES if (riddles := sorted(names_of(path) & {*RIDDLES}))]
     assert not breaches, breaches
+
+
+# Fields of Traits, attributes and classes that had such names: the words stay English elsewhere.
+OLD_NAMES = {
+    "traits.py": "order reads bounded spans",
+    "engine/operation.py": "served twins",
+    "engine/chunks.py": "twins above",
+    "biases": "Sunk Biased unbiased",
+    "gpu": "walk further Forms forms apart known cut behind lead",
+    "packed.py": "Described described together",
+    "decoding.py": "apart",
+    "mechanism.py": "summary",
+    "mechanisms/aft": "both kept in_range held",
+    "mechanisms/hybrid/reference.py": "Sight sight ahead behind",
+    "integrations/visible.py": "ahead back",
+}
+
+
+def test_old_names_do_not_come_back() -> None:
+    for place, words in OLD_NAMES.items():
+        paths = [path for path in FILES if path.is_relative_to(SOURCE / place)]
+        assert paths, place
+        banned = {word.lower() for word in words.split()}
+        for path in paths:
+            assert not names_of(path) & banned, (path, names_of(path) & banned)
 
 
 PAGES = [

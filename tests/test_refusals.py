@@ -61,12 +61,12 @@ def test_what_would_work_is_of_its_kind_and_costs_no_more(name: str) -> None:
         if value == needed if needed else value:
             continue
         granted = granting(kind, trait, mechanism, needed)
-        orders = [everything[each].traits.order for each in granted]
         values = {each: getattr(one.traits, trait) for each, one in everything.items() if isinstance(one, kind)}
         able = [each for each, held in values.items() if (held == needed if needed else held)]
-        cheap = [each for each in able if everything[each].traits.order <= mechanism.traits.order]
+        exponent = {each: one.traits.complexity_exponent for each, one in everything.items()}
+        cheap = [each for each in able if exponent[each] <= exponent[name]]
         assert set(granted) == set(cheap or able), trait
-        assert not cheap or max(orders) <= mechanism.traits.order, trait
+        assert not cheap or max(exponent[each] for each in granted) <= exponent[name], trait
         rooms = [type(everything[each]).__module__.rpartition(".")[0] for each in granted]
         kin = [room == type(mechanism).__module__.rpartition(".")[0] for room in rooms]
         assert kin == sorted(kin, reverse=True), (trait, granted)

@@ -18,9 +18,9 @@ from experiments.arguments import Arguments
 from fast_attention import files, keep_memory
 from fast_attention.lab import inputs, progress
 from fast_attention.lab.drawing import STYLE, svg
+from fast_attention.lab.environment import begun
 from fast_attention.lab.records import Record
 from fast_attention.lab.refusals import InputError
-from fast_attention.lab.surroundings import begun
 
 Row = dict[str, Any]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fast_attention.engine import masks
 from fast_attention.engine.heads import divide, repeated
-from fast_attention.engine.precision import alike
+from fast_attention.engine.precision import match_precision
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 PADDED = "padded, with key_mask=, or its texts one behind the other, with lengths="
@@ -50,8 +50,8 @@ def threads() -> None:
         torch.get_num_threads()  # this call applies it
 
 
-def heads(q: Tensor, k: Tensor, v: Tensor, *, alike: bool, grouped: bool = False) -> None:
-    """Raise a ``ValueError`` unless q, k and v fit; with ``alike``, q and k must have the same width.
+def heads(q: Tensor, k: Tensor, v: Tensor, *, same_width: bool, grouped: bool = False) -> None:
+    """Raise a ``ValueError`` unless q, k and v fit; with ``same_width``, q and k must have the same width.
 
     ``grouped``: keys and values may have other numbers of heads.
     """
@@ -67,9 +67,9 @@ def heads(q: Tensor, k: Tensor, v: Tensor, *, alike: bool, grouped: bool = False
             )
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"k has {k.shape[-2]} tokens and v has {v.shape[-2]}: every key needs its value")
-    if alike and q.shape[-1] != k.shape[-1]:
+    if same_width and q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q has width {q.shape[-1]} and k has width {k.shape[-1]}: they must be equal")
-    if alike and q.shape[-1] == 0:
+    if same_width and q.shape[-1] == 0:
         raise ValueError(f"q has width 0 (shape {tuple(q.shape)}): a dot product needs at least 1")
 
 
@@ -80,7 +80,7 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, *, shares: bool) -> tuple[Tensor, T
         ValueError: G does not divide H, or other sizes do not fit.
     """
     tensors(q=q, k=k, v=v)
-    heads(q, k, v, alike=False, grouped=True)
+    heads(q, k, v, same_width=False, grouped=True)
     divide(q.shape[-3], k=k, v=v)
     if not (shares and k.shape[-3] == v.shape[-3]):
         k, v = repeated(q.shape[-3], k=k, v=v)
@@ -156,7 +156,7 @@ def zeros(shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
     return inputs[0].new_zeros(shape) + zero.to(inputs[0].dtype)
 
 
-def without_masked(k: Tensor, v: Tensor, key_mask: Tensor | None, reads: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def without_masked(k: Tensor, v: Tensor, key_mask: Tensor | None, names: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys and values with zeros where ``key_mask`` (..., S) is False, and the mask as (..., 1, S).
 
     Masked keys and values are then finite in every formula, and their gradients are zero. Keys that are not read stay.
@@ -164,7 +164,7 @@ def without_masked(k: Tensor, v: Tensor, key_mask: Tensor | None, reads: str) ->
     if key_mask is None:
         return k, v, None
     mask = key_mask[..., None, :]
-    return masks.drop(k, mask) if "k" in reads else k, masks.drop(v, mask), mask
+    return masks.drop(k, mask) if "k" in names else k, masks.drop(v, mask), mask
 
 
 def weights(mechanism: Any, w: Any, x: Tensor) -> Any:
@@ -184,19 +184,20 @@ def weights(mechanism: Any, w: Any, x: Tensor) -> Any:
             f"{mechanism!r}: its weights are for {heads} heads and q has {x.shape[-3]} (shape {tuple(x.shape)}): give "
             f"weights(Shape(heads={x.shape[-3]}, ...))"
         )
-    return alike(w, x)
+    return match_precision(w, x)
 
 
-def rows(inputs: dict[str, Tensor], *, alike: bool) -> None:
-    """Raise a ``ValueError`` unless these are (..., tokens, width), every key has its value and, with ``alike``, q and
-    k have the same width.
+def rows(inputs: dict[str, Tensor], *, same_width: bool) -> None:
+    """Raise a ``ValueError`` unless these are (..., tokens, width) and every key has its value.
+
+    With ``same_width``, q and k must have the same width.
     """
     for name, x in inputs.items():
         if x.ndim < 2:
             raise ValueError(f"{name} must be (..., tokens, width); got shape {tuple(x.shape)}")
     if {"k", "v"} <= inputs.keys() and (keys := inputs["k"].shape[-2]) != (values := inputs["v"].shape[-2]):
         raise ValueError(f"k has {keys} tokens and v has {values}: every key needs its value")
-    if alike and (width := inputs["q"].shape[-1]) != (other := inputs["k"].shape[-1]):
+    if same_width and (width := inputs["q"].shape[-1]) != (other := inputs["k"].shape[-1]):
         raise ValueError(f"q has width {width} and k has width {other}: they must be equal")
 
 
@@ -220,7 +221,7 @@ def checked(
     parameters = inspect.signature(function).parameters
     names, flags = tuple(parameters), [name for name, each in parameters.items() if isinstance(each.default, bool)]
     last = [str(parameters[name].annotation).split()[-1] for name in ("q", "k") if name in names]  # axis
-    alike = len(last) == 2 and last[0] == last[1]
+    same_width = len(last) == 2 and last[0] == last[1]
     of_kind = () if kind is None else inspect.signature(kind).parameters.keys() - {"bias", "sinks"}  # tensors here
 
     @functools.wraps(function)
@@ -229,7 +230,7 @@ def checked(
         inputs = {name: arguments[name] for name in ("q", "k", "v", "x") if name in arguments}
         if len(inputs) == len({"q", "k", "v", "x"} & set(names)):  # else the function says what is missing
             tensors(**inputs)
-            rows(inputs, alike=alike)
+            rows(inputs, same_width=same_width)
             threads()
             for name in flags:
                 flag(name, arguments.get(name, False))

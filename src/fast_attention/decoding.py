@@ -69,7 +69,7 @@ _READ = "of what it reads of q, k, v"
 def empty(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, w: Any) -> State:
     """An empty state of a mechanism with weights ``w`` for inputs (..., H, N, E)."""
     traits = mechanism.traits
-    widths = tuple(x.shape[-1] for name, x in (("q", q), ("k", k), ("v", v)) if name in traits.reads)
+    widths = tuple(x.shape[-1] for name, x in (("q", q), ("k", k), ("v", v)) if name in traits.inputs)
     draw = _draw(w if traits.random else ())
     return State(mechanism.expression, tuple(v.shape[:-3]), v.shape[-3], widths, str(v.dtype), draw, None)
 
@@ -77,7 +77,7 @@ def empty(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, w: Any) -> State:
 def _draw(weights: Any) -> tuple[float, ...]:
     """The first two random numbers, to tell draws apart; none where reading them would wait for a device."""
     first = next((x for x in _leaves(weights) if not isinstance(x, torch.nn.Parameter)), None)
-    if first is None or operation.obstacle(first):
+    if first is None or operation.unsupported_reason(first):
         return ()
     return tuple(first.reshape(-1)[:2].tolist())
 
@@ -98,18 +98,18 @@ def validated(state: Any, expected: State) -> Any:
     return state.held
 
 
-def apart(held: Any, *given: Tensor | None, at_start: bool) -> Any:
+def copy_if_aliased(held: Any, *given: Tensor | None, at_start: bool) -> Any:
     """A mechanism's state with copies of what lies in the memory of ``given``: the caller may write there again.
 
     Tensors without memory, of traced code, are copied ``at_start``: a first state may be the caller's tensors.
     """
-    known = not traced() and not wrapped(given)
-    memory = {x.untyped_storage().data_ptr() for x in given if known and x is not None}
+    has_memory = not traced() and not wrapped(given)
+    memory = {x.untyped_storage().data_ptr() for x in given if has_memory and x is not None}
 
-    def kept(x: Tensor) -> Tensor:
-        return x.clone() if (x.untyped_storage().data_ptr() in memory if known else at_start) else x
+    def unaliased(x: Tensor) -> Tensor:
+        return x.clone() if (x.untyped_storage().data_ptr() in memory if has_memory else at_start) else x
 
-    return _mapped(held, kept, 0)
+    return _mapped(held, unaliased, 0)
 
 
 def combined(mechanism: str, earlier: Any, later: Any) -> State:

@@ -114,7 +114,7 @@ def _bound(mechanism: Any, inputs: tuple[Tensor, ...]) -> Bound:
         raise TypeError(f"{mechanism!r} takes {', '.join(names)}; got {len(inputs)} tensors")
     given = dict(zip(names, inputs, strict=True))
     checks.tensors(**given)
-    checks.rows(given, alike=False)
+    checks.rows(given, same_width=False)
     first = inputs[0]
     longest = max(x.shape[-2] for x in inputs)
     if isinstance(mechanism, Attention):

@@ -142,7 +142,7 @@ def attention(
     if mechanism.traits.learned:
         raise Unsupported(f"{mechanism!r} has learned weights: use MultiheadAttention, TokenMixer or Bound")
     checks.tensors(q=q, k=k, v=v)
-    checks.heads(q, k, v, alike=False, grouped=enable_gqa)
+    checks.heads(q, k, v, same_width=False, grouped=enable_gqa)
     if scale is not None:
         mechanism, q = _scaled(mechanism, q, scale)
     spread = group is not None  # then the borders are those of all processes' tokens
@@ -150,7 +150,7 @@ def attention(
     w: Any = ()
     if mechanism.needs_weights:
         longest = max(q.shape[-2], k.shape[-2]) if sequences is None else sequences.longest
-        if spread and mechanism.traits.bounded:
+        if spread and mechanism.traits.needs_max_len:
             longest = parallel.longest(group, q.shape[-2], k.shape[-2], q.device, cu_seqlens, lengths)
         w = _to_device(mechanism.weights(Shape(q.shape[-3], q.shape[-1], max_len=longest)), q)
     if spread:
@@ -166,8 +166,8 @@ def attention(
     with _implementation(impl):
         if sequences is None:
             return run(q, k, v, key_mask=key_mask)
-        together = None if enable_gqa or dropout_p > 0.0 else packed.at_once(mechanism, w, is_causal=is_causal)
-        return packed.attend(run, q, k, v, sequences, key_mask, together=together)
+        kernel = None if enable_gqa or dropout_p > 0.0 else packed.packed_kernel(mechanism, w, is_causal=is_causal)
+        return packed.attend(run, q, k, v, sequences, key_mask, kernel=kernel)
 
 
 def _implementation(impl: Implementation) -> AbstractContextManager[None]:

@@ -40,8 +40,8 @@ def may_begin_late(mechanism: Any, key_mask: Tensor | None, *, streams: bool = F
     if not traced():
         if key_mask.is_cpu and bool(key_mask[..., 0].all()):
             return False
-        reads = key_mask.is_cpu or mechanism.traits.positions == "grid"
-        if reads and not streams and not bool(begins(key_mask).any()):
+        may_read_mask = key_mask.is_cpu or mechanism.traits.positions == "grid"
+        if may_read_mask and not streams and not bool(begins(key_mask).any()):
             return False
     if mechanism.traits.positions == "grid":
         _refuse(mechanism, begins(key_mask), "traits.positions is 'grid', which has no shorter text")

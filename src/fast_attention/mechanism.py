@@ -101,11 +101,11 @@ class Attention(Mechanism[W, S]):
         """``w`` fitted to these queries and keys; unchanged where nothing can be fitted. See ``Bound.adopt``."""
         return w
 
-    def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None) -> S:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None) -> S:
         """The state of a chunk of keys and values, after validation (``memory="constant"`` only)."""
         raise self.refuse("summarising", "memory", "constant")
 
-    def merged(self, earlier: S, later: S) -> S:
+    def merge_states(self, earlier: S, later: S) -> S:
         """The state of two neighbouring chunks, associatively (``memory="constant"`` only)."""
         raise self.refuse("combining states", "memory", "constant")
 
@@ -121,7 +121,7 @@ class Attention(Mechanism[W, S]):
         Causal, a part advances from the state of all earlier ones, which passes gradients on; else every part reads
         from the state of all, wherever it stands.
         """
-        return self.traits.memory == "constant" and not self.traits.bounded
+        return self.traits.memory == "constant" and not self.traits.needs_max_len
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, is_causal: bool = False,
@@ -157,7 +157,7 @@ class Attention(Mechanism[W, S]):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
 
         def run(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor:
-            k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
+            k, v, mask = checks.without_masked(k, v, key_mask, traits.inputs)
             options: Any = {"is_causal": is_causal, "key_mask": mask}
             if not has_scores or (unmasked and type(self).attend is not MaskedAttention.attend):
                 return in_dtype_of_tokens(self.attend, q, k, v, weights, **options)
@@ -208,16 +208,16 @@ class Attention(Mechanism[W, S]):
         if isinstance(held, left_padding.Rows) or (
             held is None and left_padding.may_begin_late(self, key_mask, streams=True)
         ):
-            k, v, _ = checks.without_masked(k, v, key_mask, traits.reads)
+            k, v, _ = checks.without_masked(k, v, key_mask, traits.inputs)
 
             def run(q: Tensor, k: Tensor, v: Tensor, held: Any, *, key_mask: Tensor | None) -> tuple[Tensor, Any]:
                 return in_dtype_of_tokens(self.advance, q, k, v, weights, held, key_mask=key_mask)
 
             out, held = left_padding.advance(self, run, q, k, v, key_mask, held)
         else:
-            k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
+            k, v, mask = checks.without_masked(k, v, key_mask, traits.inputs)
             out, held = in_dtype_of_tokens(self.advance, q, k, v, weights, held, key_mask=mask)
-        return out, replaced(new_state, held=decoding.apart(held, *given, at_start=state is None))
+        return out, replaced(new_state, held=decoding.copy_if_aliased(held, *given, at_start=state is None))
 
     def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
         """The state of a chunk of keys (..., H, N, E) and values (..., H, N, Ev), some masked by ``key_mask``.
@@ -230,9 +230,10 @@ class Attention(Mechanism[W, S]):
         if traits.memory != "constant":
             raise self.refuse("summarising", "memory", "constant")
         self.check(traits, k, k, v, True, key_mask)
-        keys, values, mask = checks.without_masked(k, v, key_mask, traits.reads)
-        held = self.summary(keys, values, checks.weights(self, w, k), key_mask=mask)
-        return replaced(decoding.empty(self, k, k, v, w), held=decoding.apart(held, k, v, key_mask, at_start=True))
+        keys, values, mask = checks.without_masked(k, v, key_mask, traits.inputs)
+        held = self.summarise_keys(keys, values, checks.weights(self, w, k), key_mask=mask)
+        held = decoding.copy_if_aliased(held, k, v, key_mask, at_start=True)
+        return replaced(decoding.empty(self, k, k, v, w), held=held)
 
     def combine(self, earlier: State, later: State) -> State:
         """The state of two neighbouring chunks, associatively (``memory="constant"`` only).
@@ -244,7 +245,7 @@ class Attention(Mechanism[W, S]):
         if self.traits.memory != "constant":
             raise self.refuse("combining states", "memory", "constant")
         empty = decoding.combined(self.expression, earlier, later)
-        return replaced(empty, held=self.merged(earlier.held, later.held))
+        return replaced(empty, held=self.merge_states(earlier.held, later.held))
 
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()], state: State, *, key_mask: Tensor | None = None
@@ -264,13 +265,13 @@ class Attention(Mechanism[W, S]):
         weights, held = checks.weights(self, w, q), decoding.validated(state, decoding.empty(self, q, k, v, w))
         if checks.empty(q):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
-        k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
+        k, v, mask = checks.without_masked(k, v, key_mask, traits.inputs)
         return self.read_summary(q, k, v, weights, held, key_mask=mask)
 
     def check(self, traits: Traits, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
         """Raise unless the tensors fit one another and these traits, which are the mechanism's."""
         checks.tensors(q=q, k=k, v=v)
-        checks.heads(q, k, v, alike=traits.reads == "qkv")
+        checks.heads(q, k, v, same_width=traits.inputs == "qkv")
         if q.shape[-2] != k.shape[-2] and not traits.cross:
             raise self.refuse(f"cross attention ({q.shape[-2]} queries, {k.shape[-2]} keys)", "cross")
         self._check_masks(traits, is_causal, key_mask, q.shape[:-3], k)

@@ -24,7 +24,7 @@ from fast_attention.mechanism import Attention, Unsupported
 CuSeqlens: TypeAlias = Tensor | tuple[Tensor, Tensor]
 Lengths: TypeAlias = Tensor | Sequence[int] | tuple[Tensor | Sequence[int], Tensor | Sequence[int]]
 Call: TypeAlias = Callable[..., Tensor]
-Together: TypeAlias = Callable[..., Tensor | None]
+PackedKernel: TypeAlias = Callable[..., Tensor | None]
 
 
 @runtime_checkable
@@ -59,7 +59,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Described:
+class PackedLengths:
     """Packed sequences in a caller's words: names of the arguments, sizes, whether borders or a pair were given."""
 
     names: tuple[str, str]
@@ -102,13 +102,13 @@ def packing(
         ValueError: They do not begin at 0, fall, or do not end at the number of tokens; or more is given.
         Unsupported: Numbers of a tensor are asked for where code is traced.
     """
-    sequences = described(cu_seqlens, lengths, attn_mask, name=name)
+    sequences = packed_lengths(cu_seqlens, lengths, attn_mask, name=name)
     return None if sequences is None else sequences.of(queries, keys)
 
 
-def described(
+def packed_lengths(
     cu_seqlens: CuSeqlens | None, lengths: Lengths | None, attn_mask: Tensor | None = None, *, name: str = "cu_seqlens"
-) -> Described | None:  # fmt: skip
+) -> PackedLengths | None:  # fmt: skip
     """Description of packed sequences, as ``packing`` takes it, before it is known how many tokens there are."""
     if cu_seqlens is None and lengths is None:
         return None
@@ -123,7 +123,7 @@ def described(
     read, borders = (_checked_lengths, False) if cu_seqlens is None else (_checked_borders, True)
     if not _is_pair(given):
         sizes = read(name, given)
-        return Described((name, name), sizes, sizes, borders, is_pair=False)
+        return PackedLengths((name, name), sizes, sizes, borders, is_pair=False)
     names = (f"{name}_q", f"{name}_k")
     queries, keys = (read(each, x) for each, x in zip(names, given, strict=True))
     if len(queries) != len(keys):
@@ -131,12 +131,12 @@ def described(
             f"{names[0]} has {len(queries)} sequences and {names[1]} has {len(keys)}: every sequence of queries needs "
             "one of keys, if an empty one"
         )
-    return Described(names, queries, keys, borders, is_pair=True)
+    return PackedLengths(names, queries, keys, borders, is_pair=True)
 
 
 def attend(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sequences: Packing, key_mask: Tensor | None, *,
-    together: Together | None = None,
+    kernel: PackedKernel | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend within each sequence of q (..., H, T, E), k (..., H, S, E) and v (..., H, S, Ev): outputs (..., H, T, Ev).
 
@@ -145,21 +145,21 @@ def attend(
         q, k, v: The packed tensors.
         sequences: Their lengths.
         key_mask: Boolean (..., S), True = may be seen, or None.
-        together: ``at_once(...)``, for a mechanism that may take all sequences in one computation.
+        together: ``packed_kernel(...)``, for a mechanism that may take all sequences in one computation.
 
     Raises:
         ValueError: The tensors do not fit one another.
     """
     checks.tensors(q=q, k=k, v=v)
-    checks.heads(q, k, v, alike=False, grouped=True)  # the call says how many heads there may be
-    if together is not None and sequences.queries == sequences.keys:
-        out = together(q, k, v, sequences.queries, key_mask=key_mask)
+    checks.heads(q, k, v, same_width=False, grouped=True)  # the call says how many heads there may be
+    if kernel is not None and sequences.queries == sequences.keys:
+        out = kernel(q, k, v, sequences.queries, key_mask=key_mask)
         if out is not None:
             return out
     return _run(call, (q, k, v), (sequences.queries, sequences.keys, sequences.keys), sequences, key_mask, kept=3)
 
 
-def at_once(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) -> Together | None:
+def packed_kernel(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) -> PackedKernel | None:
     """All sequences in one computation of ``mechanism``, which may say None; None where it never does them at once."""
     if not isinstance(mechanism, Packs):
         return None
@@ -176,7 +176,7 @@ def at_once(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) -> Toget
             return None  # some may begin with padding
         mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask)
         weights = checks.weights(mechanism, w, q)
-        k, v, mask = checks.without_masked(k, v, key_mask, mechanism.traits.reads)
+        k, v, mask = checks.without_masked(k, v, key_mask, mechanism.traits.inputs)
         return packs.attend_packed(q, k, v, weights, lengths, is_causal=is_causal, key_mask=mask)
 
     return run

@@ -23,7 +23,7 @@ def granting(kind: type[Any], trait: str, like: Any, needed: str | None = None) 
     known = {one: one().traits for one in _loaded(kind)}
     values = {one: getattr(traits, trait) for one, traits in known.items()}
     granted = [one for one, value in values.items() if (value == needed if needed else value)]
-    granted = [one for one in granted if known[one].order <= like.traits.order] or granted
+    granted = [one for one in granted if known[one].complexity_exponent <= like.traits.complexity_exponent] or granted
     family = type(like).__module__.rpartition(".")[0]
 
     def unlike(one: type[Any]) -> tuple[bool, int]:

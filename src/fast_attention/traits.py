@@ -37,9 +37,9 @@ class Traits:
         paper: Authors, year and arXiv number, or the title of the source.
         formula: One line of mathematics in plain text.
         cost: Time, in n tokens, d width, m features, w window, b block, r rank.
-        order: The exponent of n in time and memory, checked by counted operations.
+        complexity_exponent: The exponent of n in time and memory, checked by counted operations.
         gpu: What computes it on a GPU, in words.
-        reads: The inputs that it uses. Modules build no other projection.
+        inputs: The inputs that it uses. Modules build no other projection.
         causal: Takes ``is_causal=True``.
         bidirectional: Takes ``is_causal=False``.
         padding: Takes a ``key_mask``.
@@ -48,22 +48,22 @@ class Traits:
         rotary: Scores are, or estimate, a function of ``q . k``, which rotary positions make relative.
         memory: What decoding keeps: constant, a window, growing. None: it does not decode.
         positions: Positions are offsets or none; or count from the first visible token; or are places of a grid.
-        bounded: Its weights are for at most ``max_len`` tokens.
+        needs_max_len: Its weights are for at most ``max_len`` tokens.
         random: It holds random draws, in buffers.
         matrix: The output is ``A v``: A can be read by attending to the identity.
         learned: It has parameters to train, and estimates nothing before that.
         compile: Works in ``torch.compile(fullgraph=True)``.
         export: Works in ``torch.export`` and ONNX with a dynamic length.
-        spans: It is laid out over the padded length: a padded input is not computed as the shorter one.
+        sees_padding: It is laid out over the padded length: a padded input is not computed as the shorter one.
         approximates: The mechanism that its error is measured against.
     """
 
     paper: str
     formula: str
     cost: str
-    order: float
+    complexity_exponent: float
     gpu: str = ""
-    reads: Literal["qkv", "kv", "qv", "v", "x"] = "qkv"
+    inputs: Literal["qkv", "kv", "qv", "v", "x"] = "qkv"
     causal: bool = False
     bidirectional: bool = True
     padding: bool = False
@@ -72,13 +72,13 @@ class Traits:
     rotary: bool = False
     memory: Memory | None = None
     positions: Places = "relative"
-    bounded: bool = False
+    needs_max_len: bool = False
     random: bool = False
     matrix: bool = True
     learned: bool = False
     compile: bool = True
     export: bool = True
-    spans: bool = False
+    sees_padding: bool = False
     approximates: str | None = None
 
     @property

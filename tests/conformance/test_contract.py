@@ -33,8 +33,10 @@ CLAIMED: dict[str, Callable[[Any], bool]] = {
     "the past is seen": lambda m: m.traits.causal,
     "an enormous future leaves the past alone": lambda m: m.traits.causal,
     "padding is inert": lambda m: m.traits.padding,
-    "padded = shorter": lambda m: m.traits.padding and not m.traits.spans,
-    "padded in front = shorter": lambda m: m.traits.padding and not m.traits.spans and m.traits.positions != "grid",
+    "padded = shorter": lambda m: m.traits.padding and not m.traits.sees_padding,
+    "padded in front = shorter": lambda m: (
+        m.traits.padding and not m.traits.sees_padding and m.traits.positions != "grid"
+    ),
     "the last queries = the last rows": lambda m: m.traits.causal and isinstance(m, Attention) and m.traits.cross,
     "padding may hold anything": lambda m: m.traits.padding,
     "nothing to see gives zeros": lambda m: m.traits.padding and isinstance(m, Attention),
@@ -121,7 +123,8 @@ def test_traits_say_what_the_weights_are(mechanism: Any) -> None:
     if traits.learned:
         assert traits.approximates is None, "what must be trained approximates nothing"
     longer = {name: tuple(t.shape) for name, t in bind(mechanism, max_len=48).state_dict().items()}
-    assert traits.bounded == (longer != {name: tuple(t.shape) for name, t in bound.state_dict().items()}), "bounded"
+    sizes = {name: tuple(t.shape) for name, t in bound.state_dict().items()}
+    assert traits.needs_max_len == (longer != sizes), "needs_max_len"
     before = {name: t.clone() for name, t in bound.named_buffers()}
     learned = {name: t.clone() for name, t in bound.named_parameters()}
     torch.manual_seed(99)
@@ -158,7 +161,7 @@ def test_no_matrix_where_none_is_granted(mechanism: Any) -> None:
 @pytest.mark.parametrize("name", catalogue.names())
 def test_bounded_mechanisms_ask_for_and_keep_their_limit(name: str) -> None:
     mechanism = catalogue.default(name)
-    if not mechanism.traits.bounded:
+    if not mechanism.traits.needs_max_len:
         return
     with pytest.raises(ValueError, match="max_len"):
         bind(mechanism, max_len=0)
@@ -208,7 +211,7 @@ def test_other_heads_and_widths_than_declared_are_refused(mechanism: Any) -> Non
     for heads in (1, 4):
         with pytest.raises(ValueError, match=said):
             bound(*qkv(6, heads=heads))
-    if mechanism.traits.reads != "v":
+    if mechanism.traits.inputs != "v":
         with pytest.raises(ValueError, match=said):
             bound(*qkv(6, width=4))
     with pytest.raises(ValueError, match=r"q has .*did you mean q.transpose\(1, 2\)\?"):

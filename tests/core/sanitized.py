@@ -51,7 +51,7 @@ def build() -> int:
     except building.NoCompiler as error:
         print(f"nothing was run under the sanitizers: {error}")
         return 0
-    surroundings = {
+    environment = {
         **os.environ,
         core.VARIABLE: str(FILE),
         "LD_PRELOAD": " ".join(libraries),
@@ -59,7 +59,7 @@ def build() -> int:
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "OMP_NUM_THREADS": "3",
     }
-    return subprocess.run([sys.executable, "-m", "tests.core.sanitized", "run"], cwd=ROOT, env=surroundings).returncode
+    return subprocess.run([sys.executable, "-m", "tests.core.sanitized", "run"], cwd=ROOT, env=environment).returncode
 
 
 def main() -> int:

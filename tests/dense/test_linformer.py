@@ -128,7 +128,7 @@ def test_causality_and_excess_length_are_refused(mechanism: Any) -> None:
     bound, (q, k, v) = bind(mechanism, max_len=20), qkv(21)
     with pytest.raises(Unsupported, match=r"traits\.causal"):
         bound(q, k, v, is_causal=True)
-    if mechanism.traits.bounded:
+    if mechanism.traits.needs_max_len:
         with pytest.raises(ValueError, match="max_len=20"):
             bound(q, k, v)
     else:
@@ -138,10 +138,10 @@ def test_causality_and_excess_length_are_refused(mechanism: Any) -> None:
 def test_traits_follow_the_projection() -> None:
     for projection in (LearnedProjection(), Convolution()):
         traits = Linformer(projection=projection).traits
-        assert (traits.learned, traits.bounded, traits.approximates) == (True, True, None)
+        assert (traits.learned, traits.needs_max_len, traits.approximates) == (True, True, None)
     for projection in (MeanPool(), MaxPool()):
         traits = Linformer(projection=projection).traits
-        assert (traits.learned, traits.bounded, traits.approximates) == (False, False, "Softmax")
+        assert (traits.learned, traits.needs_max_len, traits.approximates) == (False, False, "Softmax")
     assert not Linformer(projection=MeanPool()).needs_weights
 
 

@@ -93,10 +93,10 @@ def test_a_mixture_with_one_share_is_its_component(which: int, device: torch.dev
 
 def test_a_mixture_takes_the_traits_of_its_components() -> None:
     plain = MixtureSynthesizer(components=(DotProduct(),))
-    assert (plain.traits.reads, plain.traits.bounded, plain.traits.cross) == ("qkv", False, True)
-    assert MixtureSynthesizer(components=(RandomSynthesizer(), FactorizedRandomSynthesizer())).traits.reads == "v"
+    assert (plain.traits.inputs, plain.traits.needs_max_len, plain.traits.cross) == ("qkv", False, True)
+    assert MixtureSynthesizer(components=(RandomSynthesizer(), FactorizedRandomSynthesizer())).traits.inputs == "v"
     dense = MixtureSynthesizer(components=(DenseSynthesizer(), RandomSynthesizer(trainable=False))).traits
-    assert (dense.reads, dense.cross, dense.random, dense.bounded) == ("qv", False, True, True)
+    assert (dense.inputs, dense.cross, dense.random, dense.needs_max_len) == ("qv", False, True, True)
     q, k, v = qkv(7)
     close(plain(q, k, v, plain.weights(Shape(2, 8))), softmax_attention(q, k, v))
     for bad in ((), (Softmax(),)):
@@ -224,7 +224,7 @@ def test_decoding_keeps_only_what_is_read(device: torch.device) -> None:
     q, k, v = qkv(5, device=device)
     for mechanism in ALL:
         state = bind(mechanism, device=device).decode(q, k, v)[1]
-        assert state.held.k.shape[-1] == (8 if mechanism.traits.reads == "qkv" else 0)
+        assert state.held.k.shape[-1] == (8 if mechanism.traits.inputs == "qkv" else 0)
 
 
 def test_weights_start_where_scores_have_order_one() -> None:

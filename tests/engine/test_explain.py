@@ -13,7 +13,7 @@ from tests.cases import qkv
 @pytest.mark.parametrize("name", catalogue.names())
 def test_every_mechanism_can_be_explained(name: str) -> None:
     mechanism = catalogue.default(name)
-    inputs = (torch.randn(2, 40, 16),) if mechanism.traits.reads == "x" else qkv(40, dtype=torch.float32)
+    inputs = (torch.randn(2, 40, 16),) if mechanism.traits.inputs == "x" else qkv(40, dtype=torch.float32)
     for is_causal in mechanism.traits.modes:
         told = explain(mechanism, *inputs, is_causal=is_causal)
         assert str(told).startswith(f"{mechanism!r} on (2, ")
@@ -34,7 +34,7 @@ def test_every_mechanism_can_be_explained(name: str) -> None:
 )
 def test_settings_say_their_own_reason(text: str, said: str) -> None:
     mechanism = catalogue.parse(text)
-    inputs = (torch.randn(2, 40, 16),) if mechanism.traits.reads == "x" else qkv(40, dtype=torch.float32)
+    inputs = (torch.randn(2, 40, 16),) if mechanism.traits.inputs == "x" else qkv(40, dtype=torch.float32)
     assert said in str(explain(mechanism, *inputs))
 
 

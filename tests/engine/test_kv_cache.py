@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fast_attention import decoding
 from fast_attention.engine import kv_cache
-from fast_attention.engine.kv_cache import KVCache, append, behind, last
+from fast_attention.engine.kv_cache import KVCache, append, concat_tokens, last
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_holds_what_was_appended(mode: type, size: int) -> None:
 def test_copies_few_tokens_a_step(moved: list[int]) -> None:
     cache = tokens(1_000)
     for _ in range(1_000):
-        cache = behind(cache, tokens(1))
+        cache = concat_tokens(cache, tokens(1))
     assert 0 < sum(moved) < 8 * 1_000, "as many tokens were copied as by a copy at every step"
     assert cache.untyped_storage().nbytes() <= 1.26 * cache.nbytes
 
@@ -102,7 +102,7 @@ def test_threads_that_decode_from_one_cache_do_not_meet() -> None:
     cache, k, _ = steps(1)[-1]
     news = [tokens(1) for _ in range(64)]
     with ThreadPoolExecutor(8) as pool:
-        for new, after in zip(news, pool.map(lambda new: behind(cache.k, new), news), strict=True):
+        for new, after in zip(news, pool.map(lambda new: concat_tokens(cache.k, new), news), strict=True):
             assert torch.equal(after, torch.cat([k, new], -2))
 
 
@@ -123,9 +123,9 @@ def test_parts_of_a_cache_leave_the_whole_as_it_is() -> None:
     for name, part in parts.items():
         cache, k, _ = steps(1)[-1]
         new = torch.randn_like(part(k)[..., :1, :])
-        assert torch.equal(behind(part(cache.k), new), torch.cat([part(k), new], -2)), name
+        assert torch.equal(concat_tokens(part(cache.k), new), torch.cat([part(k), new], -2)), name
         new = tokens(1)
-        assert torch.equal(behind(cache.k, new), torch.cat([k, new], -2)), name
+        assert torch.equal(concat_tokens(cache.k, new), torch.cat([k, new], -2)), name
 
 
 def test_caches_of_inference_mode_go_on_outside() -> None:
@@ -133,18 +133,18 @@ def test_caches_of_inference_mode_go_on_outside() -> None:
         cache, k, _ = steps(1)[-1]
     new = tokens(1)
     with torch.no_grad():
-        assert torch.equal(behind(cache.k, new), torch.cat([k, new], -2))
-    assert torch.equal(behind(cache.k, new), torch.cat([k, new], -2))
+        assert torch.equal(concat_tokens(cache.k, new), torch.cat([k, new], -2))
+    assert torch.equal(concat_tokens(cache.k, new), torch.cat([k, new], -2))
 
 
 def test_gradients_get_memory_of_their_own() -> None:
     with torch.no_grad():
         cache, k, _ = steps(1)[-1]
     new = tokens(1).requires_grad_()
-    after = behind(cache.k, new)
+    after = concat_tokens(cache.k, new)
     squares = after.square().sum()
     with torch.no_grad():
-        behind(cache.k, tokens(1))
+        concat_tokens(cache.k, tokens(1))
     squares.backward()
     assert new.grad is not None
     torch.testing.assert_close(new.grad, 2 * new.detach())
@@ -154,15 +154,15 @@ def test_gradients_get_memory_of_their_own() -> None:
 @torch.no_grad()
 def test_unlike_tokens_are_joined_as_torch_joins_them() -> None:
     cache, k, _ = steps(1)[-1]
-    assert behind(cache.k, tokens(1).double()).dtype == torch.float64
+    assert concat_tokens(cache.k, tokens(1).double()).dtype == torch.float64
     with pytest.raises(RuntimeError):
-        behind(cache.k, tokens(1)[:1])
+        concat_tokens(cache.k, tokens(1)[:1])
     assert torch.equal(cache.k, k)
 
 
 @torch.no_grad()
 def test_saves_what_it_shows(tmp_path: Path) -> None:
-    cache = behind(tokens(4_000, 8), tokens(1, 8))
+    cache = concat_tokens(tokens(4_000, 8), tokens(1, 8))
     assert cache.untyped_storage().nbytes() > 1.2 * cache.nbytes
     decoding.save((cache,), tmp_path / "state.pt")
     assert (tmp_path / "state.pt").stat().st_size < 1.05 * cache.nbytes

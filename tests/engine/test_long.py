@@ -120,7 +120,7 @@ def _peaks(expression: str, length: int, is_causal: bool, width: int = 64) -> tu
     """Peak bytes of a forward and of a training pass, and the bytes of what goes in and comes out."""
     torch.manual_seed(0)
     bound = Bound(expression, Shape(1, width, length))
-    mixer = bound.mechanism.traits.reads == "x"
+    mixer = bound.mechanism.traits.inputs == "x"
     inputs = [torch.randn((1, length, width) if mixer else (1, 1, length, width)) for _ in range(1 if mixer else 3)]
     with torch.no_grad():
         forward = peak_bytes(lambda: bound(*inputs, is_causal=is_causal))

@@ -1,4 +1,4 @@
-"""One policy says whether a fast path may run: ``engine.operation.obstacle``, which every family asks."""
+"""One policy says whether a fast path may run: ``engine.operation.unsupported_reason``, which every family asks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_no_family_asks_the_compiler_or_a_device_by_itself() -> None:
         for question in questions(path):
             key = path.relative_to(SOURCE).as_posix(), question
             counts[key] = counts.get(key, 0) + 1
-    assert counts == ASKED, "ask engine.operation.obstacle whether a fast path may run, tracing.symbolic about sizes"
+    assert counts == ASKED, "ask operation.unsupported_reason whether a fast path may run, tracing.symbolic about sizes"
 
 
 def tensors(*shapes: tuple[int, ...], **options: Any) -> list[Tensor]:
@@ -70,9 +70,9 @@ SAME = [(2, 3, 5, 4)] * 3
 
 def test_ordinary_tensors_meet_no_obstacle() -> None:
     for even in (False, True):
-        assert operation.obstacle(*tensors(*SAME), even=even) == ""
-        assert operation.obstacle(*tensors((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 9)), even=even) == ""
-    assert operation.obstacle(nn.Parameter(torch.zeros(3)), torch.zeros(3, dtype=torch.float64)) == ""
+        assert operation.unsupported_reason(*tensors(*SAME), even=even) == ""
+        assert operation.unsupported_reason(*tensors((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 9)), even=even) == ""
+    assert operation.unsupported_reason(nn.Parameter(torch.zeros(3)), torch.zeros(3, dtype=torch.float64)) == ""
 
 
 @pytest.mark.parametrize(
@@ -86,15 +86,16 @@ def test_ordinary_tensors_meet_no_obstacle() -> None:
     ids=["meta", "no keys", "no sequences", "fake outside of its mode"],
 )
 def test_what_no_fast_path_takes(given: list[Tensor], why: str) -> None:
-    assert operation.obstacle(*given) == operation.obstacle(*given, even=True) == why
+    assert operation.unsupported_reason(*given) == operation.unsupported_reason(*given, even=True) == why
 
 
 def test_what_only_even_paths_and_only_some_devices_mind() -> None:
     broadcast, mixed = tensors((2, 3, 5, 4), (1, 3, 5, 4)), [torch.zeros(5, 4), torch.zeros(5, 4, dtype=torch.float64)]
-    assert [operation.obstacle(*broadcast, even=even) for even in (False, True)] == ["", "leading sizes that differ"]
-    assert [operation.obstacle(*mixed, even=even) for even in (False, True)] == ["", "dtypes that differ"]
-    assert operation.obstacle(*tensors((5, 4), device="meta"), anywhere=True) == ""
-    assert operation.obstacle(*tensors((0, 4), device="meta"), anywhere=True) == "no tokens"
+    for uneven, why in ((broadcast, "leading sizes that differ"), (mixed, "dtypes that differ")):
+        assert operation.unsupported_reason(*uneven) == ""
+        assert operation.unsupported_reason(*uneven, even=True) == why
+    assert operation.unsupported_reason(*tensors((5, 4), device="meta"), anywhere=True) == ""
+    assert operation.unsupported_reason(*tensors((0, 4), device="meta"), anywhere=True) == "no tokens"
 
 
 def ways(ask: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Any]]:
@@ -132,13 +133,13 @@ def test_whatever_traces_is_an_obstacle_and_compilers_alone_have_symbols(way: st
     answers = []
 
     def ask(x: Tensor) -> Tensor:
-        answers.append((operation.obstacle(x, even=True), symbolic()))
+        answers.append((operation.unsupported_reason(x, even=True), symbolic()))
         return x.sin()
 
     torch.compiler.reset()
     ways(ask)[way](torch.ones(7, 3))
     assert set(answers) == {("traced", way in ("compile", "export"))}
-    assert operation.obstacle(torch.ones(7, 3)) == ""
+    assert operation.unsupported_reason(torch.ones(7, 3)) == ""
     assert not symbolic()
 
 

@@ -154,7 +154,7 @@ def test_gradients_of_compiled_slices(device: torch.device) -> None:
     q = torch.randn(2, 7, 16, 8, device=device)
 
     def scores(x: Tensor) -> Tensor:
-        return (q @ slices(x, block=16, behind=16, ahead=0, number=7).mT).square().sum()
+        return (q @ slices(x, block=16, keys_left=16, keys_right=0, number=7).mT).square().sum()
 
     x = torch.randn(2, 100, 8, device=device, requires_grad=True)
     (expected,) = torch.autograd.grad(scores(x), x)

@@ -9,7 +9,7 @@ FAULTS = [
     Fault("never slower: little padding is skipped", "integrations/unpadding.py",
           "LEAST, PER_TEXT = 32, 3", "LEAST, PER_TEXT = 0, 0", f"{FAMILIES} -k 'short_inputs and Bert'"),
     Fault("same results: a window is one token short", "integrations/exact/attention.py",
-          "left = keys - 1 if back is None else back\n", "left = keys - 1 if back is None else back - 1\n",
+          "left = keys - 1 if keys_left is None else keys_left\n", "left = keys - 1 if keys_left is None else keys_left - 1\n",
           f"{FAMILIES} -k 'outputs_are and Mistral'"),
     Fault("same results: later tokens are seen", "integrations/exact/attention.py",
           "is_causal=causal and keys > 1", "is_causal=False", f"{FAMILIES} -k 'outputs_are and Llama'"),

@@ -182,15 +182,15 @@ FAULTS = [
     Fault(
         "a pool is joined without a common scale",
         "gpu/pooling/kernels.py",
-        "return larger, numerator * a + more * b,",
-        "return larger, numerator + more * b,",
+        "return larger, numerator * a + other_numerator * b,",
+        "return larger, numerator + other_numerator * b,",
         POOLING + "every_configuration",
     ),
     Fault(
         "a pool's chunk is among the keys before it",
         "gpu/pooling/kernels.py",
-        "        write_pool(where, columns, C, top, numerator, denominator)\n        top, numerator, denominator = joined(top, numerator, denominator, other, more, further)\n",
-        "        top, numerator, denominator = joined(top, numerator, denominator, other, more, further)\n        write_pool(where, columns, C, top, numerator, denominator)\n",
+        "        write_pool(where, columns, C, top, numerator, denominator)\n        top, numerator, denominator = joined(top, numerator, denominator, other, other_numerator, other_denominator)\n",
+        "        top, numerator, denominator = joined(top, numerator, denominator, other, other_numerator, other_denominator)\n        write_pool(where, columns, C, top, numerator, denominator)\n",
         POOLING + "every_configuration",
     ),
     Fault(
@@ -287,8 +287,8 @@ FAULTS = [
     Fault(
         "a kernel of exponentials adds chunks at different scales",
         "gpu/exponential/sums.py",
-        "products * a[:, None] + more * b[:, None], sums * a + further * b, larger",
-        "products + more, sums + further, larger",
+        "products * a[:, None] + new_products * b[:, None], sums * a + new_sums * b, larger",
+        "products + new_products, sums + new_sums, larger",
         EXPONENTIAL + "parts",
     ),
     Fault(
@@ -364,8 +364,8 @@ FAULTS = [
     Fault(
         "a sink token that is near counts twice",
         "mechanisms/hybrid/gpu.py",
-        "(apart <= near.after)",
-        "(apart < 0 * near.after)",
+        "(block_offset <= near.after)",
+        "(block_offset < 0 * near.after)",
         HYBRID + "plain_form",
     ),
     Fault(

@@ -18,6 +18,6 @@ FAULTS = [
           "return min(block_size, k.shape[-2]) if short(k) else block_size", "return block_size",
           "tests/conformance/test_short_sequences.py -k 'as_many_tokens and Sinkhorn-all'"),
     Fault("new tokens of many sequences see their block from its start", "mechanisms/sinkhorn/sinkhorn.py",
-          "[lead : lead + rows]", "[:rows]",
+          "[first_row : first_row + rows]", "[:rows]",
           "tests/conformance/test_short_sequences.py -k steps_of"),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from fast_attention import Attention
 from tests.cases import CASES, bind
 from tests.fuzz.kit import fuzz
 
-PADDED = [m for m in CASES if m.traits.padding and m.traits.positions != "grid" and not m.traits.spans]
+PADDED = [m for m in CASES if m.traits.padding and m.traits.positions != "grid" and not m.traits.sees_padding]
 FEW = [m for m in CASES if isinstance(m, Attention) and m.traits.causal and m.traits.cross]
 STREAMS = [m for m in CASES if isinstance(m, Attention) and m.traits.memory and m.traits.causal]
 

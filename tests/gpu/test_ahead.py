@@ -19,10 +19,10 @@ EXPONENTIAL = {("bf16", 64): 160, ("bf16", 128): 304, ("fp32", 64): 160, ("fp32"
 @pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "bf16"), ("float32", "fp32")])
 def test_registers_and_shared_memory_suffice(dtype: str, kind: str) -> None:
     """Programs as ``ahead.csv`` has them are not compiled again, but for one in 25; all others are."""
-    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     told = subprocess.run(
         [sys.executable, "-m", "tests.gpu.ahead", "--known", "--dtypes", dtype, "--targets", *map(str, SHARED)],
-        capture_output=True, text=True, env=surroundings,
+        capture_output=True, text=True, env=environment,
         cwd=Path(__file__).parent.parent.parent,
     )  # fmt: skip
     assert told.returncode == 0, told.stderr[-3000:]

@@ -95,9 +95,9 @@ def agree(sizes: tuple[int, int, int, int], dtype: torch.dtype, is_causal: bool,
     (q, k, v), mask = tensors(width, values, length, dtype=dtype)
     (query_rows, key_rows), bias, mask = drawn(width, features), torch.randn(1, features), mask if masked else None
     mine = q, k, v, query_rows, key_rows
-    out = result(operations.forms(query_rows, key_rows, bias), q, k, v, mask, is_causal)
+    out = result(operations.kernel_set(query_rows, key_rows, bias), q, k, v, mask, is_causal)
     right = x, y, z, *rows = double(*mine)
-    expected = result(plain.forms(*rows, bias.double()), x, y, z, mask, is_causal)
+    expected = result(plain.kernel_set(*rows, bias.double()), x, y, z, mask, is_causal)
     assert out.dtype == dtype
     assert_near(out, expected, KINDS[dtype])
     grad = torch.randn_like(out)
@@ -106,8 +106,8 @@ def agree(sizes: tuple[int, int, int, int], dtype: torch.dtype, is_causal: bool,
         assert_near(found, wanted, 2 * KINDS[dtype])
 
 
-def result(forms: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    return forms.scan(q, k, v, mask, None)[0] if is_causal else forms.read(q, forms.sums(k, v, mask))
+def result(kernel_set: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    return kernel_set.scan(q, k, v, mask, None)[0] if is_causal else kernel_set.read(q, kernel_set.sums(k, v, mask))
 
 
 def far_apart(masked: bool) -> tuple[list[Tensor], Tensor | None]:
@@ -128,9 +128,9 @@ def test_keys_far_apart_hide_nothing(masked: bool) -> None:
     rows, _ = drawn(6, 40)
     logs = k.detach() @ rows.detach().mT * 6**-0.25 - k.detach().square().sum(-1, keepdim=True) * 0.5 * 6**-0.5
     assert float(logs.max() - logs.min()) > 200
-    out = result(operations.forms(rows, rows, None), q, k, v, mask, True)
+    out = result(operations.kernel_set(rows, rows, None), q, k, v, mask, True)
     right = x, y, z = double(q, k, v)
-    expected = result(plain.forms(rows.double(), rows.double(), None), x, y, z, mask, True)
+    expected = result(plain.kernel_set(rows.double(), rows.double(), None), x, y, z, mask, True)
     assert_near(out, expected, 5e-4)  # logarithms of 500 have that much of rounding
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, (q, k, v), grad)
@@ -141,25 +141,25 @@ def test_keys_far_apart_hide_nothing(masked: bool) -> None:
 def test_no_later_key_moves_a_query_by_more_than_rounding() -> None:
     (q, k, v), _ = tensors(6, 4, 70)
     rows, _ = drawn(6, 40)
-    forms = operations.forms(rows, rows, None)
+    kernel_set = operations.kernel_set(rows, rows, None)
     with torch.no_grad():
         k *= 10
-    before = forms.scan(q, k, v, None, None)[0]
+    before = kernel_set.scan(q, k, v, None, None)[0]
     with torch.no_grad():
         k[..., 45:, :] /= 100
-    assert_near(forms.scan(q, k, v, None, None)[0][..., :45, :], before[..., :45, :].double(), 1e-6)
+    assert_near(kernel_set.scan(q, k, v, None, None)[0][..., :45, :], before[..., :45, :].double(), 1e-6)
 
 
 def test_hidden_tokens_are_not_read() -> None:
     (q, k, v), mask = tensors(16, 16, 70)
     rows, _ = drawn(16, 20)
-    forms, outs = operations.forms(rows, rows, None), []
+    kernel_set, outs = operations.kernel_set(rows, rows, None), []
     for rubbish in (0.0, float("nan")):
         with torch.no_grad():
             k.masked_fill_(~mask[..., None], rubbish)
             v.masked_fill_(~mask[..., None], rubbish)
         for is_causal in (True, False):
-            out = result(forms, q, k, v, mask, is_causal)
+            out = result(kernel_set, q, k, v, mask, is_causal)
             outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     for clean, rubbished in zip(outs[:2], outs[2:], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(clean, rubbished, strict=True))
@@ -171,10 +171,10 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
         torch.manual_seed(1)
         (q, k, v), mask = tensors(20, 18, 70)
         rows, _ = drawn(20, 40)
-        forms = operations.forms(rows, rows, None)
-        first = forms.sums(k[:, :, :20], v[:, :, :20], None)
-        out, last = forms.scan(q, k, v, mask, first)
-        read = forms.read(q, last)
+        kernel_set = operations.kernel_set(rows, rows, None)
+        first = kernel_set.sums(k[:, :, :20], v[:, :, :20], None)
+        out, last = kernel_set.scan(q, k, v, mask, first)
+        read = kernel_set.read(q, last)
         loss = sum(x.square().sum() for x in (out, last, read))
         return [out, last, read, *torch.autograd.grad(loss, (q, k, v, rows))]  # type: ignore[arg-type]
 
@@ -188,12 +188,12 @@ def test_nothing_beyond_the_last_query_counts() -> None:
     (q, k, v), _ = tensors(6, 4, 70)
     rows, _ = drawn(6, 20, scale=30)
     found, grad = [], torch.randn(1, 1, 70, 4)
-    for forms, kind in (
-        (operations.forms(rows, rows, None), torch.float32),
-        (plain.forms(rows.double(), rows.double(), None), torch.float64),
+    for kernel_set, kind in (
+        (operations.kernel_set(rows, rows, None), torch.float32),
+        (plain.kernel_set(rows.double(), rows.double(), None), torch.float64),
     ):
         x = [t.detach().to(kind).requires_grad_() for t in (q, k, v)]
-        found.append(torch.autograd.grad(forms.scan(*x, None, None)[0], x, grad.to(kind)))
+        found.append(torch.autograd.grad(kernel_set.scan(*x, None, None)[0], x, grad.to(kind)))
     for mine, right in zip(*found, strict=True):
         assert_near(mine, right, 1e-4)
 
@@ -202,8 +202,8 @@ def test_a_query_that_sees_nothing_gets_zeros_and_gives_none() -> None:
     (q, k, v), mask = tensors(6, 4, 40)
     mask[..., :10] = False
     rows, _ = drawn(6, 20)
-    out = operations.forms(rows, rows, None).scan(q, k, v, mask, None)[0]
-    expected = plain.forms(rows, rows, None).scan(q, k, v, mask, None)[0]
+    out = operations.kernel_set(rows, rows, None).scan(q, k, v, mask, None)[0]
+    expected = plain.kernel_set(rows, rows, None).scan(q, k, v, mask, None)[0]
     assert not out[..., :10, :].any()
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, (q, k, v, rows), grad)
@@ -255,8 +255,8 @@ def test_decoding_is_one_kernel_and_the_causal_call(mechanism: Any, masked: bool
 def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(6, 4, 20)
     rows, found = drawn(6, 12)[0], []
-    for forms in (operations.forms(rows, rows, None), plain.forms(rows, rows, None)):
-        out = forms.scan(q, k, v, None, None)[0]
+    for kernel_set in (operations.kernel_set(rows, rows, None), plain.kernel_set(rows, rows, None)):
+        out = kernel_set.scan(q, k, v, None, None)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v, rows), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v, rows)))
     for mine, right in zip(*found, strict=True):
@@ -322,8 +322,8 @@ def test_the_table_has_a_row_for_every_width_and_its_sizes_fit() -> None:
 def test_equal_calls_give_equal_bits() -> None:
     (q, k, v), mask = tensors(33, 20, 70)
     rows, _ = drawn(33, 40)
-    forms, results = operations.forms(rows, rows, None), []
+    kernel_set, results = operations.kernel_set(rows, rows, None), []
     for _ in range(2 if q.is_cpu else 1000):
-        out = forms.scan(q, k, v, mask, None)[0]
+        out = kernel_set.scan(q, k, v, mask, None)[0]
         results.append([out, *torch.autograd.grad(out.sum(), (q, k, v, rows))])
     assert all(torch.equal(x, y) for each in results[1:] for x, y in zip(results[0], each, strict=True))

@@ -20,7 +20,7 @@ from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.functional import implementation
 from fast_attention.gpu import configurations, maps, operations, plain
 from fast_attention.gpu.configurations import TABLE, WIDEST, configuration
-from fast_attention.gpu.tiles import cut
+from fast_attention.gpu.tiles import round_tf32
 from tests.gpu.conftest import INTERPRETED
 from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned, tensors
 from tests.oracles.linear import linear as oracle
@@ -131,7 +131,7 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
 @triton.jit
 def _cut(X, OUT, SIZE: tl.constexpr) -> None:
     at = tl.arange(0, SIZE)
-    tl.store(OUT + at, cut(tl.load(X + at), "tf32"))
+    tl.store(OUT + at, round_tf32(tl.load(X + at), "tf32"))
 
 
 def test_numbers_are_cut_to_the_nearest_and_a_nan_stays() -> None:

@@ -68,13 +68,13 @@ def test_a_captured_graph_keeps_to_what_was_found_before(monkeypatch: pytest.Mon
     heads: Any = SimpleNamespace(is_cuda=True, shape=(1, 1, 40, 16), dtype=torch.float32, device=torch.empty(0).device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert self_check.obstacle(ELEMENTWISE, heads, heads, masked=True) == found
+        assert self_check.unsupported_reason(ELEMENTWISE, heads, heads, masked=True) == found
     monkeypatch.setattr(self_check, "compared", lambda *given, **named: pytest.fail("compared while captured"))
     capturing.append(True)
-    assert self_check.obstacle(ELEMENTWISE, heads, heads, masked=True) == found
+    assert self_check.unsupported_reason(ELEMENTWISE, heads, heads, masked=True) == found
     monkeypatch.setattr(self_check, "_verdicts", {})  # another process has only the file
-    assert self_check.obstacle(ELEMENTWISE, heads, heads, masked=True) == found
-    assert self_check.obstacle(ELEMENTWISE, heads, heads, masked=False) == ""
+    assert self_check.unsupported_reason(ELEMENTWISE, heads, heads, masked=True) == found
+    assert self_check.unsupported_reason(ELEMENTWISE, heads, heads, masked=False) == ""
 
 
 def test_every_part_is_told_and_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_wrong_kernels_are_named_once_and_never_run(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert verdict() == told  # no second warning
-    monkeypatch.setattr(self_check, "obstacle", lambda *given, **named: told)
+    monkeypatch.setattr(self_check, "unsupported_reason", lambda *given, **named: told)
     q = torch.randn(1, 1, 40, 16)
     with trace.recorded() as steps:
         attention(q, q, q, LinearAttention(), is_causal=True)

@@ -284,7 +284,7 @@ def test_soft_caps(length: int, keys: int, back: int | None, ahead: int | None, 
     hidden = hidden if ahead is None else hidden | (offset > ahead)
     weights = masked_softmax(scores, ~hidden)
     wanted = (weights @ v.repeat_interleave(4 // groups, 1)).transpose(1, 2)
-    seen = Visibility(_no_mask, back=back, ahead=ahead, is_causal=ahead == 0)
+    seen = Visibility(_no_mask, keys_left=back, keys_right=ahead, is_causal=ahead == 0)
     got = attend(*single, seen, scale=0.7, cap=1.5)
     assert away(wanted.detach(), got.detach()) < 2e-6
     above = torch.randn_like(wanted)

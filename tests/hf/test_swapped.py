@@ -61,7 +61,7 @@ def test_a_check_says_where_results_are_others(monkeypatch: pytest.MonkeyPatch) 
     attend = attention.attend
 
     def narrower(q: Any, k: Any, v: Any, seen: Any, **settings: Any) -> Any:
-        return attend(q, k, v, replace(seen, back=seen.back - 1), **settings)
+        return attend(q, k, v, replace(seen, keys_left=seen.keys_left - 1), **settings)
 
     monkeypatch.setattr(attention, "attend", narrower)
     result = report.verify({"input_ids": LONG})

@@ -96,7 +96,7 @@ def test_unknown_tensors_are_unknown_when_a_layer_is_computed_again(reentrant: b
             masked.append(1)
             return torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
 
-        seen = Visibility(dense, is_causal=True, back=3, harmless=set())
+        seen = Visibility(dense, is_causal=True, keys_left=3, harmless=set())
 
         def run(x: Tensor, name: str = name, seen: Visibility = seen) -> Tensor:
             return attention("sdpa", module, x, x[:, :2], x[:, :2], seen, **{name: torch.ones(1)})[0]

@@ -240,8 +240,9 @@ def test_traits_are_those_of_both() -> None:
     assert traits("long=FavorPlus()").approximates == "Softmax"
     assert traits("short=Local(), long=FavorPlus()").approximates == "Softmax"
     assert traits("short=LinearAttention(), long=FavorPlus()").approximates is None
-    assert traits("short=DenseSynthesizer(), long=RandomSynthesizer()").reads == "qv"
-    assert (traits("short=Linformer(), long=Local()").bounded, traits("long=Linformer()").bounded) == (True, True)
+    assert traits("short=DenseSynthesizer(), long=RandomSynthesizer()").inputs == "qv"
+    assert traits("short=Linformer(), long=Local()").needs_max_len
+    assert traits("long=Linformer()").needs_max_len
 
 
 def test_weights_are_those_of_both() -> None:

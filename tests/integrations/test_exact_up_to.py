@@ -111,7 +111,7 @@ def test_masks_of_a_known_length_are_read_once() -> None:
             assert again.tokens is not None
             assert again.complete
             assert again.is_causal == first.is_causal == (sees is causal_mask_function or length == 1)
-            assert (again.back, again.ahead, again.sequences) == (None, None, None)
+            assert (again.keys_left, again.keys_right, again.sequences) == (None, None, None)
 
 
 def test_padded_sequences_beyond_are_what_they_are_alone() -> None:

@@ -173,7 +173,8 @@ def test_list_names_every_mechanism_and_tells_all_about_one(capsys: pytest.Captu
         code, out, _ = run(capsys, "list", name)
         traits = catalogue.default(name).traits
         assert code == 0
-        for words in (traits.formula, traits.paper, traits.cost, "settings:", "cannot:", f"order={traits.order}"):
+        exponent = f"complexity_exponent={traits.complexity_exponent}"
+        for words in (traits.formula, traits.paper, traits.cost, "settings:", "cannot:", exponent):
             assert words in out
     code, out, _ = run(capsys, "list", "Performer")
     assert out.startswith("Performer: FavorPlus()")

@@ -37,7 +37,7 @@ def test_docstrings_are_read_once_the_topics_end(tmp_path: Path) -> None:
 
 def test_tables_and_repeated_paragraphs_are_left_out() -> None:
     prose = "\n".join(f"sentence number {i} has quite a few words" for i in range(20))
-    kept = texts._bounded([("a", f"{prose}\n\nend"), ("table", "1.0 2.0\n" * 200), ("b", f"{prose}\n\nother")])
+    kept = texts._limited([("a", f"{prose}\n\nend"), ("table", "1.0 2.0\n" * 200), ("b", f"{prose}\n\nother")])
     assert kept == (("a", f"{prose}\n\nend"),)
 
 

@@ -141,7 +141,7 @@ def test_keys_that_jump_by_300(device: torch.device) -> None:
 
 
 def test_traits_follow_the_settings() -> None:
-    reads = {name: catalogue.parse(name).traits.reads for name in EVERY}
+    reads = {name: catalogue.parse(name).traits.inputs for name in EVERY}
     assert [name for name in EVERY if reads[name] == "kv"] == [EVERY[2], EVERY[3]]
     q, k, v = qkv(6)
     for name in EVERY:

@@ -157,10 +157,10 @@ def test_scalar_keys_and_gates() -> None:
     torch.testing.assert_close(scalar(q, k, v), plain(q, single, v))  # type: ignore[operator]
     torch.testing.assert_close(plain(q, single, v), plain(q, single.expand_as(k), v))  # type: ignore[operator]
     out = plain(q, k, v)  # type: ignore[operator]
-    assert plain.traits.reads == "kv"
+    assert plain.traits.inputs == "kv"
     for text, gate in (("query_dim=1", q.mean(-1, keepdim=True)), ("query_dim=None", q)):
         m: Any = catalogue.parse(f"Manhattan({text})")
-        assert m.traits.reads == "qkv"
+        assert m.traits.inputs == "qkv"
         torch.testing.assert_close(m(q, k, v), gate.sigmoid() * out)
         again = manhattan_attention(q, k, v, query_dim=m.query_dim)
         torch.testing.assert_close(again, m(q, k, v), rtol=0, atol=0)

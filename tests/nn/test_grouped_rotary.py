@@ -51,7 +51,7 @@ def test_a_mixers_groups_are_repeated_heads(mechanism: Any, groups: int, device:
     options = {"rotary": True} if mechanism.traits.rotary else {}
     ours = seeded(TokenMixer, 16, 4, mechanism, num_kv_heads=groups, device=device, **options)
     plain = seeded(TokenMixer, 16, 4, mechanism, device=device, **options)
-    read = [part for part in "qkv" if part in mechanism.traits.reads]
+    read = [part for part in "qkv" if part in mechanism.traits.inputs]
     sizes = [16 if part == "q" else 4 * groups for part in read]
     state = dict(ours.state_dict())
     for name in ("in_proj.weight", "in_proj.bias"):
@@ -223,7 +223,7 @@ def test_a_module_rotates_as_a_mixer_does_or_refuses(mechanism: Any, device: tor
     module = seeded(MultiheadAttention, 16, 2, mechanism=mechanism, rotary=rotary, batch_first=True, device=device)
     module.attention.load_state_dict(mixer.attention.state_dict())
     module.out_proj.load_state_dict(mixer.out_proj.state_dict())
-    read = [part for part in "qkv" if part in mechanism.traits.reads]
+    read = [part for part in "qkv" if part in mechanism.traits.inputs]
     with torch.no_grad():
         for part, rows, bias in zip(read, mixer.in_proj.weight.split(16), mixer.in_proj.bias.split(16), strict=True):
             at = slice(16 * "qkv".index(part), 16 * "qkv".index(part) + 16)

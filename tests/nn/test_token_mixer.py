@@ -31,7 +31,7 @@ def test_only_what_is_read_is_projected(mechanism: Any, device: torch.device) ->
     if not isinstance(mechanism, Attention):
         assert own <= {"attention"}
         return
-    read = [part for part in mechanism.traits.reads if part in "qkv"]
+    read = [part for part in mechanism.traits.inputs if part in "qkv"]
     assert mixer.in_proj.weight.shape == (16 * len(read), 16)
     assert mixer.out_proj.weight.shape == (16, 16)
     # Every row of the projection is used: none without a gradient.
@@ -46,7 +46,7 @@ def test_equals_multihead_attention_with_the_same_weights(mechanism: Any, device
     module = MultiheadAttention(16, 2, mechanism=mechanism, max_len=32, batch_first=True).to(device, torch.float64)
     module.attention.load_state_dict(mixer.attention.state_dict())
     module.out_proj.load_state_dict(mixer.out_proj.state_dict())
-    read = [part for part in "qkv" if part in mechanism.traits.reads]
+    read = [part for part in "qkv" if part in mechanism.traits.inputs]
     weights, biases = mixer.in_proj.weight.view(-1, 16, 16), mixer.in_proj.bias.view(-1, 16)
     with torch.no_grad():
         for part, weight, bias in zip(read, weights, biases, strict=True):
@@ -167,7 +167,7 @@ def test_a_layers_copy_reads_what_it_reads() -> None:
     torch.testing.assert_close(mixer.with_mechanism("Softmax()")(x), mixer(x))
     grouped = TokenMixer(8, 4, "Softmax()", num_kv_heads=2, max_len=5)
     fewer = grouped.with_mechanism("FactorizedDenseSynthesizer()")
-    assert fewer.mechanism.traits.reads == "qv"
+    assert fewer.mechanism.traits.inputs == "qv"
     assert torch.equal(fewer.in_proj.weight, grouped.in_proj.weight[[*range(8), *range(12, 16)]])
     assert torch.equal(fewer.in_proj.bias, grouped.in_proj.bias[[*range(8), *range(12, 16)]])
     assert torch.equal(fewer.out_proj.weight, grouped.out_proj.weight)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from fast_attention.biases.sinks import Sunk, learned
+from fast_attention.biases.sinks import SinksMixin, learned
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.traits import Shape, Traits
 from fast_attention.value import Value, at_least
@@ -47,11 +47,11 @@ class Bias(Value, ABC):
         """The terms (H, offsets) of these offsets for the heads of ``like`` (..., H, L, E), differentiable."""
 
 
-class Biased(Sunk):
+class BiasMixin(SinksMixin):
     """Adds ``bias`` and ``sinks`` to the settings of a mechanism of softmax: its weights are theirs, and its traits
     depend on them.
 
-    A subclass is a frozen dataclass with the fields ``bias`` and ``sinks``, and gives its traits as ``unbiased``.
+    A subclass is a frozen dataclass with the fields ``bias`` and ``sinks``, and gives its traits as ``base_traits``.
     """
 
     bias: Bias | None
@@ -59,7 +59,8 @@ class Biased(Sunk):
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """Traits with the bias: learned where it is, and no approximation of unbiased attention."""
-        traits = learned(self.unbiased) if self.sinks else self.unbiased  # torch.compile reads no property of super()
+        traits = self.base_traits  # torch.compile reads no property of super()
+        traits = learned(traits) if self.sinks else traits
         return traits if self.bias is None else _traits(traits, self.bias)
 
     @property

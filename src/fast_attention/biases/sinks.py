@@ -36,19 +36,19 @@ class TakesSinks(Protocol):
         ...
 
 
-class Sunk:
+class SinksMixin:
     """Adds ``sinks`` to the settings of a mechanism of softmax: one learned score of each head, and its traits.
 
-    A subclass is a frozen dataclass with the field ``sinks``, and gives its traits without them as ``unbiased``.
+    A subclass is a frozen dataclass with the field ``sinks``, and gives its traits without them as ``base_traits``.
     """
 
     sinks: bool = False
-    unbiased: ClassVar[Traits]
+    base_traits: ClassVar[Traits]
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """Traits with the sinks: learned, and no approximation of attention without them."""
-        return learned(self.unbiased) if self.sinks else self.unbiased
+        return learned(self.base_traits) if self.sinks else self.base_traits
 
     @property
     def needs_weights(self) -> bool:

@@ -28,12 +28,12 @@ class Law:
     """A law with its name: a function from a subject and a device to a finding."""
 
     name: str
-    judge: Callable[[Any, str], Finding]
+    evaluate: Callable[[Any, str], Finding]
 
     def __call__(self, subject: Any, device: str = "cpu") -> Finding:
         """Judge the subject; an attention that raises where the law calls it breaks the law."""
         try:
-            finding = self.judge(subject, device)
+            finding = self.evaluate(subject, device)
         except (Exception, SystemExit) as error:
             lines = str(error).strip().splitlines()
             detail = f"raised {type(error).__name__}: {lines[0] if lines else ''}"[:200]
@@ -43,7 +43,7 @@ class Law:
 
 def law(name: str) -> Callable[[Callable[[Any, str], Finding]], Law]:
     """Make a law of a function ``(subject, device) -> Finding``."""
-    return lambda judge: Law(name, judge)
+    return lambda evaluate: Law(name, evaluate)
 
 
 def judged(size: float, limit: float, detail: str = "") -> Finding:

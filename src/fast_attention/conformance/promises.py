@@ -79,16 +79,16 @@ def packed(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     worst, at = 0.0, ""
     for is_causal in subject.modes:
 
-        def together(*rows: Tensor, is_causal: bool = is_causal) -> Tensor:
+        def in_one_row(*rows: Tensor, is_causal: bool = is_causal) -> Tensor:
             return module(*rows, is_causal=is_causal, lengths=lengths)
 
-        def apart(*rows: Tensor, is_causal: bool = is_causal) -> Tensor:
+        def per_sequence(*rows: Tensor, is_causal: bool = is_causal) -> Tensor:
             parts = zip(*(x.split(lengths, -2) for x in rows), strict=True)
             return torch.cat([subject.call(module, part, is_causal, None) for part in parts], -2)
 
-        both = [_with_gradients(function, inputs, module) for function in (together, apart)]
+        both = [_with_gradients(function, inputs, module) for function in (in_one_row, per_sequence)]
         changed = tuple(torch.cat([x[..., :9, :], -x[..., 9:13, :], x[..., 13:, :]], -2) for x in inputs)
-        before, after = both[0][0], together(*changed)
+        before, after = both[0][0], in_one_row(*changed)
         others = moved(*(torch.cat([out[..., :9, :], out[..., 13:, :]], -2) for out in (after, before)))
         sizes = [*(moved(x, y) for x, y in zip(*both, strict=True)), float("inf") if others else 0.0]
         if max(sizes) > worst:
@@ -224,7 +224,7 @@ def order(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     mechanism = subject.mechanism
     if mechanism is None:
         return unclaimed("no declared order")
-    worst, at, declared = -9.0, "", mechanism.traits.order
+    worst, at, declared = -9.0, "", mechanism.traits.complexity_exponent
     for is_causal in subject.modes:
         costs = [_costs(mechanism, n, is_causal, device) for n in (SHORT, LONG)]
         for kind, small, large in zip(("operations", "peak memory"), *costs, strict=True):

@@ -111,8 +111,8 @@ def of(mechanism: Mechanism[Any, Any] | str, *, max_len: int = 128, width: int =
         causal=traits.causal,
         bidirectional=traits.bidirectional,
         padding=traits.padding,
-        shrinks=not traits.spans,
-        order=traits.order,
+        shrinks=not traits.sees_padding,
+        order=traits.complexity_exponent,
         mechanism=parsed,
     )
 

@@ -50,21 +50,21 @@ def in_chunks(advance: Method) -> Method:
     return cast("Method", walked)
 
 
-def summed_in_chunks(summary: Method) -> Method:
-    """A ``summary(k, v, w, key_mask=...)`` that merges the states of chunks."""
+def summed_in_chunks(summarise_keys: Method) -> Method:
+    """A ``summarise_keys(k, v, w, key_mask=...)`` that merges the states of chunks."""
 
-    @functools.wraps(summary)
+    @functools.wraps(summarise_keys)
     def walked(self: Any, k: Tensor, v: Tensor, w: Any, *, key_mask: Tensor | None = None) -> Any:
         size = _size(self, k, v)
         if not size:
-            return summary(self, k, v, w, key_mask=key_mask)
+            return summarise_keys(self, k, v, w, key_mask=key_mask)
         weights, layout = tree_flatten(w)
         numbers, fields = tree_flatten(_before(self, k, v, w))
 
         def step(tokens: Sequence[Any], weights: Sequence[Any], before: tuple[Tensor, ...]) -> Any:
             k, v, mask = tokens
-            later = summary(self, k, v, tree_unflatten(weights, layout), key_mask=_row(mask))
-            return (), tuple(tree_flatten(self.merged(tree_unflatten(before, fields), later))[0])
+            later = summarise_keys(self, k, v, tree_unflatten(weights, layout), key_mask=_row(mask))
+            return (), tuple(tree_flatten(self.merge_states(tree_unflatten(before, fields), later))[0])
 
         return tree_unflatten(scan(step, [k, v, _column(key_mask)], weights, tuple(numbers), size=size)[1], fields)
 
@@ -73,12 +73,13 @@ def summed_in_chunks(summary: Method) -> Method:
 
 def worthwhile(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a causal call is to go by an ``advance`` that walks through chunks: as many queries as keys, many."""
-    return not operation.obstacle(q, k, v) and q.shape[-2] == k.shape[-2] and _chunk(v) > 0
+    return not operation.unsupported_reason(q, k, v) and q.shape[-2] == k.shape[-2] and _chunk(v) > 0
 
 
 def _size(mechanism: Any, *tokens: Tensor) -> int:
     """Tokens of a chunk, so that states and one chunk's features take about as much; 0 where all are one."""
-    if mechanism.traits.memory != "constant" or operation.obstacle(*tokens) or not (size := _chunk(tokens[-1])):
+    constant = mechanism.traits.memory == "constant"
+    if not constant or operation.unsupported_reason(*tokens) or not (size := _chunk(tokens[-1])):
         return 0
     trace.record("chunk by chunk, with a running state", "many new tokens", chunk=size)
     return size
@@ -93,7 +94,7 @@ def _before(self: Any, k: Tensor, v: Tensor, w: Any) -> Any:
     """The state before the first key: that of one that nobody may see."""
     unseen = torch.zeros(*k.shape[:-3], 1, 1, dtype=torch.bool, device=k.device)
     with torch.no_grad():
-        return self.summary(k[..., :1, :], v[..., :1, :], w, key_mask=unseen)
+        return self.summarise_keys(k[..., :1, :], v[..., :1, :], w, key_mask=unseen)
 
 
 def _column(key_mask: Tensor | None) -> Tensor | None:

@@ -80,14 +80,14 @@ def smaller(size: int, limit: int) -> int:
 
 
 def slices(
-    x: Shaped[Tensor, "*batch keys width"], *, block: int, behind: int, ahead: int, number: int, start: int = 0
+    x: Shaped[Tensor, "*batch keys width"], *, block: int, keys_left: int, keys_right: int, number: int, start: int = 0
 ) -> Shaped[Tensor, "*batch number span width"]:
-    """Overlapping slices of a sequence, ``span = behind + block + ahead``, without a copy.
+    """Overlapping slices of a sequence, ``span = keys_left + block + keys_right``, without a copy.
 
-    Slice n holds the positions from ``start + n * block - behind`` to ``start + (n + 1) * block - 1 + ahead``.
+    Slice n holds the positions from ``start + n * block - keys_left`` to ``start + (n + 1) * block - 1 + keys_right``.
     Positions outside the sequence hold 0, or -1 where ``x`` holds integers.
     """
-    length, span, first = x.shape[-2], behind + block + ahead, start - behind
+    length, span, first = x.shape[-2], keys_left + block + keys_right, start - keys_left
     outside = 0 if x.is_floating_point() or x.dtype == torch.bool else -1
     if exporting():
         position = positions(number, block, span, first, x.device)
@@ -106,7 +106,7 @@ def slices(
 def _neighbours(x: Tensor, block: int, span: int, number: int) -> Tensor:
     """Slices as ``unfold`` makes them, put together from neighbouring blocks."""
     blocks = F.pad(x, (0, 0, 0, -span % block)).unflatten(-2, (-1, block))
-    near = [blocks.narrow(-3, ahead, number) for ahead in range(count(span, block))]
+    near = [blocks.narrow(-3, keys_right, number) for keys_right in range(count(span, block))]
     return torch.cat(near, -2)[..., :span, :]
 
 

@@ -33,17 +33,19 @@ def fused_attention(
     axes: with more it would hold all scores, so that those before the heads become one.
     """
     if q.ndim > 4:
-        lead = q.shape[:-3]
-        mask = None if mask is None else mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+        batch_shape = q.shape[:-3]
+        mask = None if mask is None else mask.expand(*batch_shape, *mask.shape[-3:]).flatten(0, -4)
         q, k, v = (x.flatten(0, -4) for x in (q, k, v))
-        return fused_attention(q, k, v, mask, is_causal=is_causal, dropout=dropout, scale=scale).unflatten(0, lead)
+        out = fused_attention(q, k, v, mask, is_causal=is_causal, dropout=dropout, scale=scale)
+        return out.unflatten(0, batch_shape)
     if is_causal and scale is not None and scale < TINY:  # torch's kernel masks before it scales, in float32: NaN
         q, scale = q * scale, 1.0
     if transformed() or (mask is not None and exporting()):
         return open_attention(q, k, v, mask, is_causal=is_causal, dropout=dropout, scale=scale)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    served = operation.obstacle(q) in ("", operation.ASKED)  # the reference's derivatives go by the same kernel
-    custom = wanted and served and dropout == 0.0 and (mask is None or not mask.requires_grad)
+    why = operation.unsupported_reason(q)
+    custom = wanted and why in ("", operation.ASKED)  # the reference's derivatives go by the same kernel
+    custom = custom and dropout == 0.0 and (mask is None or not mask.requires_grad)
     if custom and q.ndim < 4:  # from torch 2.15 on the flash kernel, for four axes only, is chosen for fewer as well
         mask = None if mask is None else mask[None]
         return fused_attention(q[None], k[None], v[None], mask, is_causal=is_causal, scale=scale)[0]
@@ -124,13 +126,13 @@ def flash_forward(
 
 
 def flash_backward(
-    inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...],
+    inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...],
     gradient: tuple[Tensor, ...], *, is_causal: bool, scale: float | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of queries, keys and values."""
     q, k, v, mask = inputs
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return *kernel(gradient[0], q, k, v, outputs[0], kept[0], 0.0, is_causal, attn_mask=mask, scale=scale), None
+    return *kernel(gradient[0], q, k, v, outputs[0], saved[0], 0.0, is_causal, attn_mask=mask, scale=scale), None
 
 
 _differentiable = Operation(_plain, cpu=Fast(flash_forward, flash_backward, always=True))

@@ -21,7 +21,7 @@ FEW = 63  # tokens up to which a sequence is short: what is made for each sequen
 
 def short(*tensors: Tensor) -> bool:
     """Whether tokens (..., H, n, E) are several sequences, each of few tokens, for which numbers decide on a CPU."""
-    return not operation.obstacle(*tensors) and several(*tensors)
+    return not operation.unsupported_reason(*tensors) and several(*tensors)
 
 
 def several(*tensors: Tensor) -> bool:

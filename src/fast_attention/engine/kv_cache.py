@@ -32,7 +32,7 @@ def append(cache: KVCache | None, k: Tensor, v: Tensor, key_mask: Tensor | None)
     visible = visible.expand(*v.shape[:-3], 1, v.shape[-2])
     if cache is None:
         return KVCache(k, v, visible)
-    return KVCache(behind(cache.k, k), behind(cache.v, v), torch.cat([cache.visible, visible], -1))
+    return KVCache(concat_tokens(cache.k, k), concat_tokens(cache.v, v), torch.cat([cache.visible, visible], -1))
 
 
 def last(cache: KVCache, size: int) -> KVCache:
@@ -44,7 +44,7 @@ def last(cache: KVCache, size: int) -> KVCache:
 
 def _kept(x: Tensor) -> Tensor:
     """A view (..., H, size, E), copied unless it is most of its memory, where the next tokens find room."""
-    if x.numel() < _SMALL or _obstacle(x, x):
+    if x.numel() < _SMALL or _must_copy(x, x):
         return x.clone()
     if isinstance(getattr(x.untyped_storage(), "spare", None), Spare) and x.untyped_storage().nbytes() <= 2 * x.nbytes:
         return x
@@ -59,10 +59,10 @@ class Spare(NamedTuple):
     free: set[int]  # the first free place, until a step takes it
 
 
-def behind(earlier: Tensor, later: Tensor) -> Tensor:
+def concat_tokens(earlier: Tensor, later: Tensor) -> Tensor:
     """(..., H, S, E) and (..., H, N, E) one behind the other, as ``torch.cat`` gives them, often without a copy."""
     many = 4 * later.shape[-2] > earlier.shape[-2]  # so many that nothing is gained
-    if many or earlier.numel() < _SMALL or _obstacle(earlier, later):
+    if many or earlier.numel() < _SMALL or _must_copy(earlier, later):
         return torch.cat([earlier, later], -2)
     length = earlier.shape[-2] + later.shape[-2]
     whole = _continued(earlier, length)
@@ -72,14 +72,14 @@ def behind(earlier: Tensor, later: Tensor) -> Tensor:
     return whole
 
 
-def _obstacle(earlier: Tensor, later: Tensor) -> bool:
+def _must_copy(earlier: Tensor, later: Tensor) -> bool:
     """Whether memory may not be written in place, for a gradient or a graph, or the tensors do not fit."""
     if torch.is_grad_enabled() or traced() or wrapped((earlier, later)):
         return True
     if on_gpu(earlier) and torch.cuda.is_current_stream_capturing():
         return True
-    alike = earlier.dtype == later.dtype and earlier.device == later.device
-    return not alike or earlier.shape[:-2] != later.shape[:-2] or earlier.shape[-1] != later.shape[-1]
+    same_kind = earlier.dtype == later.dtype and earlier.device == later.device
+    return not same_kind or earlier.shape[:-2] != later.shape[:-2] or earlier.shape[-1] != later.shape[-1]
 
 
 def _continued(earlier: Tensor, length: int) -> Tensor | None:

@@ -17,11 +17,11 @@ def causal(length: int, keys: int, device: torch.device) -> Bool[Tensor, "length
 
 
 def band(
-    block: int, behind: int, ahead: int, *, left: int | None, right: int | None, device: torch.device
+    block: int, keys_left: int, keys_right: int, *, left: int | None, right: int | None, device: torch.device
 ) -> Bool[Tensor, "block span"]:
     """Which keys of its slice a query sees: from ``left`` positions before it to ``right`` after; None: no limit."""
     rows = torch.arange(block, device=device)[:, None]
-    distance = torch.arange(behind + block + ahead, device=device)[None, :] - behind - rows
+    distance = torch.arange(keys_left + block + keys_right, device=device)[None, :] - keys_left - rows
     mask = torch.ones_like(distance, dtype=torch.bool)
     if left is not None:
         mask = mask & (distance >= -left)

@@ -31,7 +31,7 @@ def no_less(x: Float[Tensor, "*sizes"], bound: float) -> Float[Tensor, "*sizes"]
 MOST = 1e13  # of a coordinate: squared norms and scores are numbers in float32, and half of them above ``scan.FLOOR``
 
 
-def bounded(x: Float[Tensor, "*sizes"]) -> Float[Tensor, "*sizes"]:
+def clamp(x: Float[Tensor, "*sizes"]) -> Float[Tensor, "*sizes"]:
     """``x`` with every coordinate within ``MOST``, so that no logarithm that is made of it is infinite."""
     return x if x.dtype == torch.float16 else x.clamp(-MOST, MOST)  # float16 has no such numbers
 

@@ -145,7 +145,7 @@ class Operation:
                 return self.cuda, ""
             if self.cuda.like is None:
                 trace.record("plain operations", against)
-        if self.cpu is None or not served(first):
+        if self.cpu is None or not has_cpu_path(first):
             return None, why
         why = _against(self.cpu, tensors, settings)
         return (None if why else self.cpu), why
@@ -157,7 +157,7 @@ class Operation:
             kernels = fast is not None and (fast.backward is None or fast.like is not None)
             if fast is not None and kernels and on_gpu(first) and not fast.serves(*tensors, **settings):
                 return fast.forward(*tensors, **settings) if fast.like is None else self._node(tensors, settings)
-            if isinstance(self._node, Recorded) and served(first):
+            if isinstance(self._node, Recorded) and has_cpu_path(first):
                 return self._node(tensors, settings)
         return self.reference(*tensors, **settings)
 
@@ -190,7 +190,7 @@ def _widens(tensors: Sequence[Any]) -> bool:
     return torch.is_autocast_enabled(tensors[0].device.type)
 
 
-def obstacle(*tensors: Tensor, even: bool = False, anywhere: bool = False) -> str:
+def unsupported_reason(*tensors: Tensor, even: bool = False, anywhere: bool = False) -> str:
     """Why nothing written by hand for a CPU may run on these tensors, which share a device; empty where it may.
 
     For code that is no operation, before what only it knows, a length say: while tracing, a size may be a symbol that
@@ -205,7 +205,7 @@ def obstacle(*tensors: Tensor, even: bool = False, anywhere: bool = False) -> st
         return "traced"
     if trace.wanted() == "reference":
         return ASKED
-    if not anywhere and not served(tensors[0]):
+    if not anywhere and not has_cpu_path(tensors[0]):
         return "not on a CPU"
     for x in tensors:
         if type(x) is not Tensor and wrapped((x,)):
@@ -225,7 +225,7 @@ def _uneven(tensors: Sequence[Tensor]) -> str:
     return ""
 
 
-def gpu_obstacle(*tensors: Tensor, widest: int) -> str:
+def gpu_unsupported_reason(*tensors: Tensor, widest: int) -> str:
     """Why no Triton kernel may run on these tensors; empty where one may.
 
     Args:
@@ -248,13 +248,13 @@ def gpu_obstacle(*tensors: Tensor, widest: int) -> str:
     return "" if HAS_TRITON else "Triton is not installed"
 
 
-def unserved(x: Tensor, why: str) -> None:
+def log_fallback(x: Tensor, why: str) -> None:
     """Record that a kernel did not run where one could have been hoped for: on a GPU, or asked for by name."""
     if not symbolic() and (on_gpu(x) or trace.wanted() == "triton"):
         trace.record("plain operations", why)
 
 
-def served(x: Tensor) -> bool:
+def has_cpu_path(x: Tensor) -> bool:
     """Whether what is written for CPUs can read ``x``."""
     return x.is_cpu
 
@@ -292,14 +292,14 @@ def _differentiable(
     operation: Operation, settings: dict[str, Any], inputs: Tensors, gradients: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated again, or are a batch of them."""
-    twins = [None if x is None else x.view_as(x) for x in inputs]  # one tensor may be passed twice
-    wanted = [x for x in twins if x is not None and x.requires_grad]
-    outputs = operation.reference(*twins, **settings)
+    views = [None if x is None else x.view_as(x) for x in inputs]  # one tensor may be passed twice
+    wanted = [x for x in views if x is not None and x.requires_grad]
+    outputs = operation.reference(*views, **settings)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     pairs = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad]  # log scales need not
     outputs, gradients = zip(*pairs, strict=True)
     grad_in = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, allow_unused=True))
-    return [next(grad_in) if x is not None and x.requires_grad else None for x in twins]
+    return [next(grad_in) if x is not None and x.requires_grad else None for x in views]
 
 
 def like_queries(q: Tensor, k: Tensor, v: Tensor, *others: Any, **settings: Any) -> Tensor:

@@ -58,14 +58,14 @@ def widen(value: Any) -> Any:
     return value
 
 
-def alike(value: Any, like: Tensor) -> Any:
+def match_precision(value: Any, like: Tensor) -> Any:
     """Cast the weights in a value to float64 beside float64 tokens, and from float64 to float32 beside others."""
     if isinstance(value, Tensor):
         wide = like.dtype == torch.float64
         if not value.is_floating_point() or (value.dtype == torch.float64) == wide:
             return value
         return value.to(torch.float64 if wide else torch.float32)
-    return rebuild(value, [alike(part, like) for part in value]) if isinstance(value, tuple) else value
+    return rebuild(value, [match_precision(part, like) for part in value]) if isinstance(value, tuple) else value
 
 
 def in_dtype_of_tokens(function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ def prefix_sums(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
     """``y_t = sum_{j <= t} x_j``, in float32 to a few units in the last place at any length."""
     if _simple(x):
         return x.cumsum(-2)
-    return _prefix_plain(x) if operation.obstacle(x) else _PREFIX(x)
+    return _prefix_plain(x) if operation.unsupported_reason(x) else _PREFIX(x)
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def running_max(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
     """``y_t = max_{j <= t} x_j``, at least ``FLOOR``, without a gradient: it is a log scale, which cancels."""
     if _simple(x):
         return x.cummax(-2).values
-    if not operation.obstacle(x):
+    if not operation.unsupported_reason(x):
         return accumulate_(x.clone(memory_format=torch.contiguous_format), combine=torch.maximum)
     inside = cummax(split(x, BLOCK))
     before = _shifted(cummax(inside[..., -1, :]), FLOOR)
@@ -82,23 +82,23 @@ def accumulate_(
     """
     length, step = x.shape[-2], -1 if backwards else 1
     if length < 2 * ROWS:
-        _walk_(x.unbind(-2)[::step], combine)
+        _scan_in_place_(x.unbind(-2)[::step], combine)
         return x
     whole = length - length % ROWS
     divisible, rest = (x[..., -whole:, :], x[..., :-whole, :]) if backwards else (x[..., :whole, :], x[..., whole:, :])
     blocks = divisible.unflatten(-2, (-1, ROWS))
     rows = blocks.unbind(-2)[::step]
-    _walk_(rows, combine)
+    _scan_in_place_(rows, combine)
     ends = accumulate_(rows[-1].clone(), backwards=backwards, combine=combine)
     later, carried = (
         (blocks[..., :-1, :, :], ends[..., 1:, :]) if backwards else (blocks[..., 1:, :, :], ends[..., :-1, :])
     )
     combine(later, carried[..., None, :], out=later)
-    _walk_((ends[..., 0 if backwards else -1, :], *rest.unbind(-2)[::step]), combine)
+    _scan_in_place_((ends[..., 0 if backwards else -1, :], *rest.unbind(-2)[::step]), combine)
     return x
 
 
-def _walk_(rows: tuple[Tensor, ...], combine: Callable[..., Tensor]) -> None:
+def _scan_in_place_(rows: tuple[Tensor, ...], combine: Callable[..., Tensor]) -> None:
     for before, row in pairwise(rows):
         combine(row, before, out=row)
 

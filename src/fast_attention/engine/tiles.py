@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 
 from fast_attention import core
 from fast_attention.engine import masks, trace
-from fast_attention.engine.operation import HALVES_AND_SINGLE, Fast, Operation, Tensors, obstacle
+from fast_attention.engine.operation import HALVES_AND_SINGLE, Fast, Operation, Tensors, unsupported_reason
 
 ROWS = 48  # queries of a tile whose keys move on with the query: 92 % of the products are of visible pairs
 MOST_ROWS = 96  # of any tile
@@ -71,21 +71,21 @@ def window(length: int, keys: int, left: int, right: int) -> Plan:
 @lru_cache(256)
 def blocks(length: int, keys: int, size: int, before: int, after: int, is_causal: bool) -> Plan:
     """The plan of neighbouring blocks of ``size`` keys, counted from the first key."""
-    behind = keys - length
+    query_offset = keys - length
     parts = -(-size // MOST_ROWS)
     step = -(-size // parts)
-    first_block, last_block = behind // size, (keys - 1) // size
+    first_block, last_block = query_offset // size, (keys - 1) // size
     starts = torch.arange(first_block, last_block + 1)[:, None] * size + torch.arange(0, size, step)
     ends = torch.minimum(starts + step, (starts // size + 1) * size)
     block = (starts // size).flatten()
-    row, end = ((x.flatten() - behind).clamp(0, length) for x in (starts, ends))
+    row, end = ((x.flatten() - query_offset).clamp(0, length) for x in (starts, ends))
     some = row < end
     row, end, block = row[some], end[some], block[some]
     first = ((block - before) * size).clamp(0, keys)
     last = ((block + 1 + (0 if is_causal else after)) * size).clamp(0, keys)
     if is_causal:
-        last = torch.minimum(last, end + behind).clamp(min=0)
-    return _plan(row, end, first, last, low=-FAR, high=behind if is_causal else FAR)
+        last = torch.minimum(last, end + query_offset).clamp(min=0)
+    return _plan(row, end, first, last, low=-FAR, high=query_offset if is_causal else FAR)
 
 
 @lru_cache(256)
@@ -145,7 +145,7 @@ def chosen(
 
 def unsupported(*tensors: Tensor) -> str:
     """Why the core does not serve these tensors; empty where it does."""
-    return obstacle(*tensors) or against(*tensors)
+    return unsupported_reason(*tensors) or against(*tensors)
 
 
 def against(*tensors: Tensor | None, **settings: Any) -> str:

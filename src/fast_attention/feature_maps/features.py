@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.numerics import bounded
+from fast_attention.engine.numerics import clamp
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Logs
 from fast_attention.feature_maps.feature_map import Features as Features
 from fast_attention.value import at_least
@@ -173,13 +173,13 @@ class DPFP(FeatureMap):
         """
         if self.nu >= 2 * x.shape[-1]:
             raise ValueError(f"{self!r}: nu must be less than twice the width of a token, here {2 * x.shape[-1]}")
-        x = bounded(x)
+        x = clamp(x)
         halves = torch.cat([x.relu(), (-x).relu()], -1)
         return torch.cat([halves * halves.roll(-j, -1) for j in range(1, self.nu + 1)], -1)
 
 
 def _polynomial(x: Tensor, first: float, second: float) -> Tensor:
-    x = bounded(x) * x.shape[-1] ** -0.25
+    x = clamp(x) * x.shape[-1] ** -0.25
     squares = (second * x[..., :, None] * x[..., None, :]).flatten(-2)
     return torch.cat([torch.ones_like(x[..., :1]), first * x, squares], -1)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine.heads import by_head
-from fast_attention.engine.numerics import bounded, no_less
+from fast_attention.engine.numerics import clamp, no_less
 from fast_attention.feature_maps.feature_map import FeatureMap, Features, Logs
 
 
@@ -47,7 +47,7 @@ def trigonometric(x: Tensor, W: Tensor, phase: Tensor | None = None) -> Features
 
     arXiv 2006.03555, section 2: features of the Gaussian kernel between the factors D.
     """
-    x = bounded(x)
+    x = clamp(x)
     z = by_head(x, W.to(x.dtype).mT)
     if phase is None:
         values, rows = torch.cat([z.cos(), z.sin()], -1), W.shape[-2]
@@ -77,7 +77,7 @@ def positive(
     ``hyperbolic`` adds those of -W, 2m in all, with m^(-1/2) turned into (2m)^(-1/2); ``bias`` (..., 1, m or 2m).
     ``factor``: another logarithm than that of m^(-1/2).
     """
-    x, W = bounded(x), W.to(x.dtype)
+    x, W = clamp(x), W.to(x.dtype)
     z = by_head(x, (torch.cat([W, -W], -2) if hyperbolic else W).mT)
     if bias is not None:
         z = z + bias.to(x.dtype)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import plain
+from fast_attention.gpu.calls import KernelSet
 from fast_attention.gpu.operations import Passed, Results, scan_like
 from fast_attention.gpu.tensors import as_bytes, contiguous, kernels, launched
-from fast_attention.gpu.walking import Forms
 
 
 def _launch(x: Tensor, v: Tensor, log_decay: Tensor, code: int, offset: float, normalized: bool) -> Any:
@@ -38,16 +38,16 @@ def _scan(
 
 @launched
 def _scan_vjp(
-    inputs: Any, outputs: Any, kept: Any, gradients: Any, *, eps: float, code: int, offset: float, normalized: bool
+    inputs: Any, outputs: Any, saved: Any, gradients: Any, *, eps: float, code: int, offset: float, normalized: bool
 ) -> tuple[Tensor | None, ...]:
     (q, k, v, key_mask, first, log_decay), (out, last), (grad, d_last) = inputs, outputs, gradients
-    factors, rest, states = kept
+    factors, rest, states = saved
     run, mask = _launch(q, v, log_decay, code, offset, normalized), as_bytes(key_mask, k)
     q, k, v, grad = contiguous(q, k, v, grad)
     weights = run.weights(out, rest, grad, factors)
-    behind, d_first = run.sums(q, grad, None, d_last.contiguous(), factors=factors, weights=weights, backwards=True)
+    d_carry, d_first = run.sums(q, grad, None, d_last.contiguous(), factors=factors, weights=weights, backwards=True)
     dq, of_queries = run.of_queries(q, k, v, mask, grad, factors, weights, states, is_causal=True)
-    dk, dv, of_keys = run.of_keys(q, k, v, mask, grad, factors, weights, behind, is_causal=True)
+    dk, dv, of_keys = run.of_keys(q, k, v, mask, grad, factors, weights, d_carry, is_causal=True)
     totals = of_queries.sum(-2, dtype=torch.float64) - of_keys.sum(-2, dtype=torch.float64)
     totals[..., -1] += (d_last.double() * last).sum(-1)  # what the sums of all decays from the first token on get
     d_first = None if first is None else d_first
@@ -73,7 +73,7 @@ def plain_scan(
     D, E, outs = q.shape[-1], v.shape[-1], []
     x, keys, values = plain.features(q, code, offset), *plain.masked(k, v, key_mask, code, offset)
     values = torch.cat([values, torch.ones_like(values[..., :1])], -1)
-    state = values.new_zeros((*q.shape[:-2], D, E + 1)) if first is None else plain.apart(first, D, E)
+    state = values.new_zeros((*q.shape[:-2], D, E + 1)) if first is None else plain.unpack_state(first, D, E)
     for i in range(0, q.shape[-2], plain.CHUNK):
         at = slice(i, i + plain.CHUNK)
         logs = log_decay[..., at].double().cumsum(-1)
@@ -85,13 +85,15 @@ def plain_scan(
         state = since[..., -1:, :] * state + (chunk * until).mT @ values[..., at, :]
     sums = torch.cat(outs, -2)
     out = plain.quotient(sums, eps) if normalized else sums[..., :-1]
-    return out.to(q.dtype), plain.together(state)
+    return out.to(q.dtype), plain.pack_state(state)
 
 
 decayed_scan = kernels(plain_scan, _scan, _scan_vjp, scan_like, outputs=2)
 
 
-def forms(log_decay: Tensor, eps: float, code: int, offset: float, normalized: bool) -> tuple[Forms, Forms]:
+def kernel_set(
+    log_decay: Tensor, eps: float, code: int, offset: float, normalized: bool
+) -> tuple[KernelSet, KernelSet]:
     """The kernels and their plain twins, for tokens that decay so; not causal there are none."""
     settings: Any = {"eps": eps, "code": code, "offset": offset, "normalized": normalized}
 
@@ -101,4 +103,4 @@ def forms(log_decay: Tensor, eps: float, code: int, offset: float, normalized: b
     def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor) -> Any:
         return _step(q, k, v, mask, state, log_decay[..., :1], **settings)
 
-    return Forms(scan(decayed_scan), None, None, step), Forms(scan(plain_scan), None, None, scan(plain_scan))
+    return KernelSet(scan(decayed_scan), None, None, step), KernelSet(scan(plain_scan), None, None, scan(plain_scan))

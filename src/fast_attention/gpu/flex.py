@@ -45,11 +45,11 @@ def rounded(length: int) -> int:
     return -(-length // step) * step
 
 
-def obstacle(q: Tensor, k: Tensor, v: Tensor) -> str:
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Why FlexAttention does not compute softmax over parts of these pairs; empty where it does."""
     if symbolic():
         return "traced"
-    if why := operation.gpu_obstacle(q, k, v, widest=max(WIDTHS)):
+    if why := operation.gpu_unsupported_reason(q, k, v, widest=max(WIDTHS)):
         return why
     if q.dtype == torch.float32:
         return "float32, which FlexAttention is not used for"
@@ -123,18 +123,18 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, key_mask: Tensor | None, *, scale: float | None,
     return_aux: Any = None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    lead, length = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v))), q.shape[-2]
+    batch_shape, length = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v))), q.shape[-2]
     trace.record(f"{trace.KERNEL}: FlexAttention", "on a GPU", block=SIZE)
     _kinds.add(_kind(q, k, v))
     k, v = masks.drop(k, key_mask), masks.drop(v, key_mask)  # no NaN of hidden tokens gets into products
-    q, k, v = (_padded(x, lead, flat=len(pattern.some) > 1) for x in (q, k, v))
+    q, k, v = (_padded(x, batch_shape, flat=len(pattern.some) > 1) for x in (q, k, v))
     if key_mask is not None:
-        heads = key_mask.expand(*lead, key_mask.shape[-1]).reshape(*q.shape[:2], -1)
+        heads = key_mask.expand(*batch_shape, key_mask.shape[-1]).reshape(*q.shape[:2], -1)
         pattern = _masked(pattern, F.pad(heads, (0, k.shape[-2] - heads.shape[-1])))
     named = {} if return_aux is None else {"return_aux": return_aux}
     out = compiled()(q, k, v, block_mask=block_mask(pattern, q.shape[-2], k.shape[-2]), scale=scale, **named)
     out, more = (out, None) if return_aux is None else out
-    return out[..., :length, :].reshape(*lead, length, out.shape[-1]), more
+    return out[..., :length, :].reshape(*batch_shape, length, out.shape[-1]), more
 
 
 def block_mask(pattern: Pattern, length: int, keys: int) -> Any:
@@ -175,9 +175,9 @@ def _listed(kind: Tensor) -> tuple[Tensor, Tensor]:
     return kind.sum(-1, dtype=torch.int32)[None], order.int()[None]
 
 
-def _padded(x: Tensor, lead: torch.Size, *, flat: bool) -> Tensor:
-    x = F.pad(x, (0, 0, 0, rounded(x.shape[-2]) - x.shape[-2])).expand(*lead, -1, -1)
-    return x if len(lead) == 2 and not flat else x.reshape(1, -1, *x.shape[-2:])
+def _padded(x: Tensor, batch_shape: torch.Size, *, flat: bool) -> Tensor:
+    x = F.pad(x, (0, 0, 0, rounded(x.shape[-2]) - x.shape[-2])).expand(*batch_shape, -1, -1)
+    return x if len(batch_shape) == 2 and not flat else x.reshape(1, -1, *x.shape[-2:])
 
 
 def _kind(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:

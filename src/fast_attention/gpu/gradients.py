@@ -11,7 +11,18 @@ import triton
 import triton.language as tl
 
 from fast_attention.gpu.decays import after, between
-from fast_attention.gpu.tiles import NONE, feature, known, put, put_row, row, slope, tile, turned, whole_product
+from fast_attention.gpu.tiles import (
+    NONE,
+    feature,
+    load_mask,
+    row,
+    slope,
+    store_row,
+    store_tile,
+    tile,
+    turned,
+    whole_product,
+)
 
 
 @triton.jit
@@ -59,9 +70,9 @@ def of_queries(
     q = tile(Q, qt, first, length, d, D, Q, 0.0, NONE, False, BT, BD)
     if DECAYED:  # every program of columns writes a row of its own
         of_log = total * feature(q, offset, MAP)
-        put_row(OF_LOGS + (n * parts + program % parts) * length, first, length, of_log, BT)
+        store_row(OF_LOGS + (n * parts + program % parts) * length, first, length, of_log, BT)
     total *= slope(q, MAP)
-    put(OUT + n * length * D, D, first, length, d, D, total, BT, BD)
+    store_tile(OUT + n * length * D, D, first, length, d, D, total, BT, BD)
 
 
 @triton.jit
@@ -106,12 +117,12 @@ def of_keys(
             q = tile(Q, qt, other, length, d, D, Q, offset, MAP, False, BT, BD)
             total = tl.dot(pairs, q, total, input_precision=PRECISION)
     k = tile(K, kt, first, keys, d, D, VISIBLE, 0.0, NONE, HAS_MASK, BT, BD)
-    total = tl.where(known(VISIBLE, first, keys, HAS_MASK, BT)[:, None], total, 0.0)
+    total = tl.where(load_mask(VISIBLE, first, keys, HAS_MASK, BT)[:, None], total, 0.0)
     if DECAYED:
         of_log = total * feature(k, offset, MAP)
-        put_row(OF_LOGS + (n * parts + program % parts) * keys, first, keys, of_log, BT)
+        store_row(OF_LOGS + (n * parts + program % parts) * keys, first, keys, of_log, BT)
     total *= slope(k, MAP)
-    put(OUT + n * keys * D, D, first, keys, d, D, total, BT, BD)
+    store_tile(OUT + n * keys * D, D, first, keys, d, D, total, BT, BD)
 
 
 @triton.jit
@@ -151,4 +162,4 @@ def of_values(
             factors = row(FACTORS + n * length, other, length, BT)[:, None]
             grad = tile(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
             total = tl.dot(tl.where(earlier, 0.0, pairs), grad, total, input_precision=PRECISION)
-    put(OUT + n * keys * E, E, first, keys, e, E, total, BT, BE)
+    store_tile(OUT + n * keys * E, E, first, keys, e, E, total, BT, BE)

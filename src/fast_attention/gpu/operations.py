@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import plain
+from fast_attention.gpu.calls import KernelSet
 from fast_attention.gpu.tensors import as_bytes, contiguous, kernels, launched, rest_like
-from fast_attention.gpu.walking import Forms
 
 Results = tuple[Tensor, ...]
 Passed = tuple[Any, Results]  # outputs; what is kept, with what rounding took of outputs in sixteen bits
@@ -52,17 +52,17 @@ def scan_like(q: Tensor, k: Tensor, v: Tensor, *others: Any, keep: bool, **setti
 
 @launched
 def _scan_vjp(
-    inputs: Any, outputs: Any, kept: Any, gradients: Any, *, eps: float, code: int, offset: float
+    inputs: Any, outputs: Any, saved: Any, gradients: Any, *, eps: float, code: int, offset: float
 ) -> tuple[Tensor | None, ...]:
-    (q, k, v, key_mask, first), (factors, rest, states), (grad, d_last) = inputs, kept, gradients
+    (q, k, v, key_mask, first), (factors, rest, states), (grad, d_last) = inputs, saved, gradients
     run, mask = _launch(q, v, code, offset), as_bytes(key_mask, k)
     q, k, v, grad = contiguous(q, k, v, grad)
     weights = run.weights(outputs[0], rest, grad, factors)
-    behind, d_first = run.sums(
+    d_carry, d_first = run.sums(
         q, grad, None, d_last.contiguous(), factors=factors, weights=weights, backwards=True
     )  # fmt: skip
     dq, _ = run.of_queries(q, k, v, mask, grad, factors, weights, states, is_causal=True)
-    dk, dv = run.of_keys(q, k, v, mask, grad, factors, weights, behind, is_causal=True)[:2]
+    dk, dv = run.of_keys(q, k, v, mask, grad, factors, weights, d_carry, is_causal=True)[:2]
     return dq, dk, dv, None, None if first is None else d_first
 
 
@@ -88,7 +88,7 @@ def _sums_like(k: Tensor, v: Tensor, key_mask: Any, *, keep: bool, **settings: A
 
 @launched
 def _sums_vjp(
-    inputs: Any, outputs: Any, kept: Any, gradients: Any, *, code: int, offset: float
+    inputs: Any, outputs: Any, saved: Any, gradients: Any, *, code: int, offset: float
 ) -> tuple[Tensor | None, ...]:
     (k, v, key_mask), (d_sums,) = inputs, gradients
     run, mask = _launch(k, v, code, offset), as_bytes(key_mask, k)
@@ -100,8 +100,8 @@ def _sums_vjp(
 def _read(q: Tensor, sums: Tensor, *, keep: bool, eps: float, code: int, offset: float) -> Passed:
     (q,), v = contiguous(q), q.new_empty((*q.shape[:2], 1, sums.shape[-1] // q.shape[-1] - 1))
     run = _launch(q, v, code, offset)
-    out, *kept = run.outputs(q, q, v, None, sums.contiguous(), eps, is_causal=False, keep=keep)
-    return out, tuple(kept)
+    out, *saved = run.outputs(q, q, v, None, sums.contiguous(), eps, is_causal=False, keep=keep)
+    return out, tuple(saved)
 
 
 def _read_like(q: Tensor, sums: Tensor, *, keep: bool, **settings: Any) -> Passed:
@@ -111,9 +111,9 @@ def _read_like(q: Tensor, sums: Tensor, *, keep: bool, **settings: Any) -> Passe
 
 @launched
 def _read_vjp(
-    inputs: Any, outputs: Any, kept: Any, gradients: Any, *, eps: float, code: int, offset: float
+    inputs: Any, outputs: Any, saved: Any, gradients: Any, *, eps: float, code: int, offset: float
 ) -> tuple[Tensor | None, ...]:
-    (q, sums), (factors, rest) = inputs, kept
+    (q, sums), (factors, rest) = inputs, saved
     q, grad = contiguous(q, gradients[0])
     run = _launch(q, grad, code, offset)
     weights = run.weights(outputs[0], rest, grad, factors)
@@ -126,10 +126,10 @@ key_sums = kernels(plain.key_sums, _sums, _sums_vjp, _sums_like)
 read_sums = kernels(plain.read_sums, _read, _read_vjp, _read_like)
 
 
-def forms(eps: float, code: int, offset: float) -> Forms:
+def kernel_set(eps: float, code: int, offset: float) -> KernelSet:
     """The kernels with one map."""
     of_map: Any = {"code": code, "offset": offset}
-    return Forms(
+    return KernelSet(
         lambda q, k, v, mask, first: chunk_scan(q, k, v, mask, first, eps=eps, **of_map),
         lambda k, v, mask: key_sums(k, v, mask, **of_map),
         lambda q, sums: read_sums(q, sums, eps=eps, **of_map),

@@ -14,16 +14,16 @@ CAUSAL = -1  # in place of how many blocks behind its own a query sees: none of 
 
 def against(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, logged: bool = False) -> str:
     """Why FlexAttention does not compute this call, ``logged``: with its normalisers; empty where it does."""
-    if why := flex.obstacle(q, k, v):
+    if why := flex.unsupported_reason(q, k, v):
         return why
     case = self_check.flex_logs() if logged else self_check.flex_attention()
-    return self_check.obstacle(case, q, v, masked=key_mask is not None)
+    return self_check.unsupported_reason(case, q, v, masked=key_mask is not None)
 
 
-def obstacle(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, logged: bool = False) -> str:
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, logged: bool = False) -> str:
     """``against``, recorded where a kernel could have been hoped for."""
     if why := against(q, k, v, key_mask, logged=logged):
-        operation.unserved(q, why)
+        operation.log_fallback(q, why)
     return why
 
 
@@ -45,7 +45,7 @@ def attend_packed(
     key_mask: Tensor | None, *, scale: float | None, size: int = 1,
 ) -> Tensor | None:  # fmt: skip
     """Softmax over what ``packed`` says of sequences that lie one behind another; None where it does not serve."""
-    if obstacle(q, k, v, key_mask):
+    if unsupported_reason(q, k, v, key_mask):
         return None
     return flex.attend(q, k, v, packed(q, lengths, left, right, size=size), key_mask, scale=scale)
 

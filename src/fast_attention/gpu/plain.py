@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.gpu.calls import KernelSet
 from fast_attention.gpu.maps import ELU, RELU
 from fast_attention.gpu.maps import SMALLEST as SMALLEST
-from fast_attention.gpu.walking import Forms
 
 CHUNK = 128  # tokens
 
@@ -28,29 +28,29 @@ def scan(
     values = torch.cat([values, torch.ones_like(values[..., :1])], -1)
     x, keys, values = (F.pad(each, (0, 0, 0, -length % CHUNK)).unflatten(-2, (-1, CHUNK)) for each in (x, keys, values))
     states = keys.mT @ values
-    last = states.sum(-3) if first is None else states.sum(-3) + apart(first, D, E)
+    last = states.sum(-3) if first is None else states.sum(-3) + unpack_state(first, D, E)
     before = F.pad(states.cumsum(-3)[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
-    before = before if first is None else before + apart(first, D, E)[..., None, :, :]
+    before = before if first is None else before + unpack_state(first, D, E)[..., None, :, :]
     sums = x @ before + (x @ keys.mT).tril() @ values
-    return quotient(sums.flatten(-3, -2)[..., :length, :], eps).to(q.dtype), together(last)
+    return quotient(sums.flatten(-3, -2)[..., :length, :], eps).to(q.dtype), pack_state(last)
 
 
 def key_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, *, code: int, offset: float) -> Tensor:
     """``sum_j phi(k_j) v_j^T`` in a row, and ``sum_j phi(k_j)`` behind it."""
     keys, values = masked(k, v, key_mask, code, offset)
-    return together(keys.mT @ torch.cat([values, torch.ones_like(values[..., :1])], -1))
+    return pack_state(keys.mT @ torch.cat([values, torch.ones_like(values[..., :1])], -1))
 
 
 def read_sums(q: Tensor, sums: Tensor, *, eps: float, code: int, offset: float) -> Tensor:
     """Read sums over all keys for every query."""
     D = q.shape[-1]
-    return quotient(features(q, code, offset) @ apart(sums, D, sums.shape[-1] // D - 1), eps).to(q.dtype)
+    return quotient(features(q, code, offset) @ unpack_state(sums, D, sums.shape[-1] // D - 1), eps).to(q.dtype)
 
 
-def forms(eps: float, code: int, offset: float) -> Forms:
+def kernel_set(eps: float, code: int, offset: float) -> KernelSet:
     """Plain functions with one map."""
     of_map: Any = {"code": code, "offset": offset}
-    return Forms(
+    return KernelSet(
         lambda q, k, v, mask, first: scan(q, k, v, mask, first, eps=eps, **of_map),
         lambda k, v, mask: key_sums(k, v, mask, **of_map),
         lambda q, sums: read_sums(q, sums, eps=eps, **of_map),
@@ -80,11 +80,11 @@ def quotient(sums: Tensor, eps: float) -> Tensor:
     return (sums[..., :-1] / denominator.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
 
 
-def apart(state: Tensor, D: int, E: int) -> Tensor:
+def unpack_state(state: Tensor, D: int, E: int) -> Tensor:
     """(..., D E + D) as (..., D, E + 1)."""
     return torch.cat([state[..., : D * E].unflatten(-1, (D, E)), state[..., D * E :, None]], -1)
 
 
-def together(state: Tensor) -> Tensor:
+def pack_state(state: Tensor) -> Tensor:
     """(..., D, E + 1) as (..., D E + D)."""
     return torch.cat([state[..., :-1].flatten(-2), state[..., -1]], -1)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fast_attention.gpu import maps
 from fast_attention.gpu.decays import between
-from fast_attention.gpu.tiles import NONE, cut, put, row, tile, turned, whole_product
+from fast_attention.gpu.tiles import NONE, round_tf32, row, store_tile, tile, turned, whole_product
 
 SMALLEST = tl.constexpr(maps.SMALLEST)
 
@@ -51,7 +51,7 @@ def outputs(
     STATES += (n * chunks + chunk) * (D * E + D)
     numerator, denominator = tl.zeros((BT, BE), tl.float32), tl.zeros((BT,), tl.float32)
     for d in range(0, D, BD):
-        q = cut(tile(Q, qt, first, length, d, D, Q, offset, MAP, False, BT, BD), PRECISION)
+        q = round_tf32(tile(Q, qt, first, length, d, D, Q, offset, MAP, False, BT, BD), PRECISION)
         state = tile(STATES, E, d, D, e, E, Q, offset, NONE, False, BD, BE)
         numerator = whole_product(q, state, numerator, PRECISION)
         denominator += tl.sum(q * row(STATES + D * E, d, D, BD)[None, :], 1)
@@ -65,7 +65,7 @@ def outputs(
             )
             if DECAYED:
                 pairs *= between(LOGS + n * length, low, first, other, length, BT)
-            pairs = cut(pairs, PRECISION)
+            pairs = round_tf32(pairs, PRECISION)
             v = tile(V, vt, other, keys, e, E, VISIBLE, offset, NONE, HAS_MASK, BT, BE)
             numerator = tl.dot(pairs, v, numerator, input_precision=PRECISION)
             denominator += tl.sum(pairs, 1)
@@ -73,9 +73,9 @@ def outputs(
     nothing = tl.abs(denominator) < SMALLEST
     factors = tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, denominator))
     out = numerator * factors[:, None]
-    put(OUT + n * length * E, E, first, length, e, E, out, BT, BE)
+    store_tile(OUT + n * length * E, E, first, length, e, E, out, BT, BE)
     if KEEP:
         rest = out - out.to(OUT.dtype.element_ty).to(tl.float32)
-        put(REST + n * length * E, E, first, length, e, E, rest, BT, BE)
+        store_tile(REST + n * length * E, E, first, length, e, E, rest, BT, BE)
     rows = first + tl.arange(0, BT)
     tl.store(FACTORS + n * length + rows, factors, mask=(rows < length) & (e == 0))

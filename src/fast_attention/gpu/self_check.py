@@ -25,15 +25,15 @@ from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.gpu import decayed as decays
 from fast_attention.gpu import flex, maps, operations, plain
+from fast_attention.gpu.calls import KernelSet
 from fast_attention.gpu.exponential import operations as exponentials
 from fast_attention.gpu.exponential import plain as plain_exponentials
 from fast_attention.gpu.pooling import operations as pooling
 from fast_attention.gpu.pooling import plain as plain_pooling
-from fast_attention.gpu.walking import Forms
 
 TOKENS = 300  # more than a chunk, and no multiple of a block
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # error, of the largest number
-Make = Callable[[torch.device], tuple[Forms, Forms]]
+Make = Callable[[torch.device], tuple[KernelSet, KernelSet]]
 _verdicts: dict[str, str] = {}
 
 
@@ -49,7 +49,7 @@ class Case(NamedTuple):
         return cls(name, partial(_unlike_forms, make))
 
 
-def obstacle(case: Case, q: Tensor, v: Tensor, *, masked: bool) -> str:
+def unsupported_reason(case: Case, q: Tensor, v: Tensor, *, masked: bool) -> str:
     """Why the kernels are not trusted for such heads here; empty where they are.
 
     While a CUDA graph is captured nothing can be compared: what was found before counts.
@@ -138,23 +138,23 @@ def elementwise(phi: Elementwise) -> Case:
     """The kernels of a map's number, those of features where it has none."""
     code, offset = maps.code(phi) or (maps.IDENTITY, 0.0)
     numbers = 1e-6, code, offset
-    return Case.of(f"map {code}", lambda device: (operations.forms(*numbers), plain.forms(*numbers)))
+    return Case.of(f"map {code}", lambda device: (operations.kernel_set(*numbers), plain.kernel_set(*numbers)))
 
 
 def decayed(phi: Elementwise, *, normalized: bool) -> Case:
     """The kernels of sums that decay."""
     code, offset = maps.code(phi) or (maps.IDENTITY, 0.0)
 
-    def make(device: torch.device) -> tuple[Forms, Forms]:
+    def make(device: torch.device) -> tuple[KernelSet, KernelSet]:
         logs = torch.rand(1, 2, TOKENS, generator=torch.Generator(device).manual_seed(1), device=device) * -0.1
-        return decays.forms(logs, 1e-6, code, offset, normalized=normalized)
+        return decays.kernel_set(logs, 1e-6, code, offset, normalized=normalized)
 
     return Case.of(f"decays {code} {normalized}", make)
 
 
 def pools() -> Case:
     """The kernels of pools."""
-    return Case.of("pools", lambda device: (pooling.forms(gated=True), plain_pooling.forms(gated=True)))
+    return Case.of("pools", lambda device: (pooling.kernel_set(gated=True), plain_pooling.kernel_set(gated=True)))
 
 
 def flex_attention() -> Case:
@@ -204,10 +204,10 @@ def _unlike_softmax(
 def exponential(features: int, width: int) -> Case:
     """The kernels of so many exponentials, of heads so wide."""
 
-    def make(device: torch.device) -> tuple[Forms, Forms]:
+    def make(device: torch.device) -> tuple[KernelSet, KernelSet]:
         rows = torch.randn(2, features, width, generator=torch.Generator(device).manual_seed(1), device=device)
-        kernels = exponentials.forms(rows, rows, None)
-        return kernels, plain_exponentials.forms(rows, rows, None)
+        kernels = exponentials.kernel_set(rows, rows, None)
+        return kernels, plain_exponentials.kernel_set(rows, rows, None)
 
     return Case.of(f"exponentials {features}", make)
 
@@ -222,20 +222,20 @@ def _unlike_forms(make: Make, width: int, values: int, dtype: torch.dtype, devic
     q, k, v, grad = _heads(width, values, dtype, device)
     generator = torch.Generator(device=device).manual_seed(1)
     mask = torch.rand(1, 2, TOKENS, generator=generator, device=device) > 0.2 if masked else None
-    forms = make(device)
-    for name in ("causal",) if forms[0].read is None else ("causal", "noncausal"):
+    pair = make(device)
+    for name in ("causal",) if pair[0].read is None else ("causal", "noncausal"):
         results = []
-        for form, kind in zip(forms, (dtype, torch.float64), strict=True):  # no TF32 of the caller's in float64
+        for form, kind in zip(pair, (dtype, torch.float64), strict=True):  # no TF32 of the caller's in float64
             with torch.enable_grad(), torch.autocast(device.type, enabled=False):
                 x, y, z = (x.to(kind).requires_grad_() for x in (q, k, v))
                 out = _result(form, x, y, z, mask, is_causal=name == "causal")
                 results.append([out, *torch.autograd.grad(out, (x, y, z), grad.to(kind))])
         if why := _unlike(name, ("output", "dq", "dk", "dv"), *results, of=f"{width} and {values} in {dtype}"):
             return why
-    right = forms[1].scan(k.double(), k.double(), v.double(), mask, None)[1]  # a state of many keys
+    right = pair[1].scan(k.double(), k.double(), v.double(), mask, None)[1]  # a state of many keys
     with torch.no_grad():
-        decoded = _decoded(forms[0], q, k, v, mask, right.float())
-        expected = _decoded(forms[1], q.double(), k.double(), v.double(), mask, right)
+        decoded = _decoded(pair[0], q, k, v, mask, right.float())
+        expected = _decoded(pair[1], q.double(), k.double(), v.double(), mask, right)
     return _unlike("decoded", ("output", "state"), decoded, expected, of=f"{width} and {values} in {dtype}")
 
 
@@ -249,15 +249,17 @@ def _unlike(name: str, parts: Iterable[str], kernels: Iterable[Tensor], rights: 
     return ""
 
 
-def _decoded(forms: Forms, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor) -> tuple[Tensor, ...]:
+def _decoded(
+    kernel_set: KernelSet, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor
+) -> tuple[Tensor, ...]:
     """The first token, added to a state."""
     q, k, v = q[..., :1, :], k[..., :1, :], v[..., :1, :]
-    return forms.step(q, k, v, None if mask is None else mask[..., :1], state)
+    return kernel_set.step(q, k, v, None if mask is None else mask[..., :1], state)
 
 
-def _result(forms: Forms, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
+def _result(kernel_set: KernelSet, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
     if is_causal:
-        return forms.scan(q, k, v, mask, None)[0]
-    assert forms.sums is not None
-    assert forms.read is not None
-    return forms.read(q, forms.sums(k, v, mask))
+        return kernel_set.scan(q, k, v, mask, None)[0]
+    assert kernel_set.sums is not None
+    assert kernel_set.read is not None
+    return kernel_set.read(q, kernel_set.sums(k, v, mask))

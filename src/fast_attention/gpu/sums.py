@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.tiles import NONE, cut, known, row, tile, turned, whole_product
+from fast_attention.gpu.tiles import NONE, load_mask, round_tf32, row, tile, turned, whole_product
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def chunk_sums(
         v = tile(V, vt, first, length, e, E, VISIBLE, offset, NONE, HAS_MASK, BT, BE)
         if DECAYED:
             x *= row(DECAYS + n * length, first, length, BT)[None, :]
-        x = cut(x, PRECISION)
+        x = round_tf32(x, PRECISION)
         if WEIGHTED:
             v *= row(FACTORS + n * length, first, length, BT)[:, None]
             sums += tl.sum(x * row(WEIGHTS + n * length, first, length, BT)[None, :], 1)
@@ -101,4 +101,4 @@ def row_products(
         total += tl.sum(g * out, 1)
     rows = first + tl.arange(0, BT)
     factors = row(FACTORS + n * length, first, length, BT)
-    tl.store(WEIGHTS + n * length + rows, -factors * total, mask=known(OUT, first, length, False, BT))
+    tl.store(WEIGHTS + n * length + rows, -factors * total, mask=load_mask(OUT, first, length, False, BT))

@@ -37,7 +37,7 @@ def slope(x, MAP: tl.constexpr):
 
 
 @triton.jit
-def known(visible, first, length, HAS_MASK: tl.constexpr, ROWS: tl.constexpr):
+def load_mask(visible, first, length, HAS_MASK: tl.constexpr, ROWS: tl.constexpr):
     """Which tokens exist and may be seen, (ROWS)."""
     rows = first + tl.arange(0, ROWS)
     if HAS_MASK:
@@ -53,7 +53,7 @@ def tile(
 ):  # fmt: skip
     """Tokens ``first`` on and their columns ``column`` on, (ROWS, COLUMNS), as they are or their features."""
     rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    inside = known(visible, first, length, HAS_MASK, ROWS)[:, None] & (columns < width)[None, :]
+    inside = load_mask(visible, first, length, HAS_MASK, ROWS)[:, None] & (columns < width)[None, :]
     x = tl.load(pointer + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
     return tl.where(inside, feature(x.to(tl.float32), offset, MAP), 0.0)
 
@@ -65,13 +65,13 @@ def turned(
 ):  # fmt: skip
     """Load a tile with tokens as columns, (COLUMNS, ROWS), by the order of its loads: products need no transpose."""
     rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    inside = (columns < width)[:, None] & known(visible, first, length, HAS_MASK, ROWS)[None, :]
+    inside = (columns < width)[:, None] & load_mask(visible, first, length, HAS_MASK, ROWS)[None, :]
     x = tl.load(pointer + rows.to(tl.int64)[None, :] * stride + columns[:, None], mask=inside, other=0.0)
     return tl.where(inside, feature(x.to(tl.float32), offset, MAP), 0.0)
 
 
 @triton.jit
-def cut(x, PRECISION: tl.constexpr):
+def round_tf32(x, PRECISION: tl.constexpr):
     """Numbers to the digits that tensor cores read of them: sums of them are then sums of what products are made of."""
     if PRECISION == "tf32":
         rounded = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
@@ -87,7 +87,7 @@ def whole_product(x, y, total, PRECISION: tl.constexpr):
     For outputs and gradients of queries and keys: little is left of the latter's largest parts, which cancel.
     """
     if PRECISION == "tf32":
-        high = cut(y, PRECISION)
+        high = round_tf32(y, PRECISION)
         total = tl.dot(x, y - high, total, input_precision=PRECISION)
         return tl.dot(x, high, total, input_precision=PRECISION)
     else:
@@ -102,7 +102,7 @@ def row(pointer, first, length, ROWS: tl.constexpr):
 
 
 @triton.jit
-def put(pointer, stride, first, length, column, width, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def store_tile(pointer, stride, first, length, column, width, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write a tile of tokens."""
     rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     inside = (rows < length)[:, None] & (columns < width)[None, :]
@@ -111,7 +111,7 @@ def put(pointer, stride, first, length, column, width, values, ROWS: tl.constexp
 
 
 @triton.jit
-def put_row(pointer, first, length, values, ROWS: tl.constexpr):
+def store_row(pointer, first, length, values, ROWS: tl.constexpr):
     """Write the sums over columns of a tile of tokens."""
     rows = first + tl.arange(0, ROWS)
     tl.store(pointer + rows, tl.sum(values, 1), mask=rows < length)

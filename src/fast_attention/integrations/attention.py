@@ -40,8 +40,8 @@ class Call(NamedTuple):
     scaling: float | None
     is_causal: bool
     crosses: bool  # keys of another sequence than the queries
-    back: int | None  # earlier keys that a query sees; None: all
-    ahead: int | None  # later ones
+    keys_left: int | None  # earlier keys that a query sees; None: all
+    keys_right: int | None  # later ones
     extra: tuple[str, ...]  # arguments that change the scores
     window: int | None  # the layer's setting, whatever the length
     times: int = 1  # that the module called attention in one pass of the model
@@ -142,8 +142,8 @@ def attention(
         crosses = query.shape[-2] != key.shape[-2]
         recording.append(
             Call(
-                module, query.shape[1], query.shape[-1], scaling, visibility.is_causal, crosses, visibility.back,
-                visibility.ahead, tuple(changes), extra.get("sliding_window"),
+                module, query.shape[1], query.shape[-1], scaling, visibility.is_causal, crosses, visibility.keys_left,
+                visibility.keys_right, tuple(changes), extra.get("sliding_window"),
             )
         )  # fmt: skip
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
@@ -152,7 +152,7 @@ def attention(
         raise RuntimeError(f"{type(module).__name__} has no mechanism: swap the model by fast_attention.swap(...)")
     if not visibility.complete:  # a cache of the window's size may hold its keys
         window = extra.get("sliding_window") or getattr(module, "sliding_window", None)
-        visibility = replace(visibility, back=visibility.back if window is None else int(window) - 1)
+        visibility = replace(visibility, keys_left=visibility.keys_left if window is None else int(window) - 1)
     call = calls.present(module)
     cache = None if call is None else call.cache
     if call is not None:
@@ -209,8 +209,8 @@ def _run(
             return _run_masked(bound, q, k, v, visibility, changes, dropout, sinks)
         visibility = visible.asserted(visibility)
     texts = visibility.packing
-    back = visibility.back if visibility.back is not None or cache is None else visibility.reach
-    if changes or not visibility.complete or not visible.within_window(mechanism, back, visibility.ahead):
+    keys_left = visibility.keys_left if visibility.keys_left is not None or cache is None else visibility.reach
+    if changes or not visibility.complete or not visible.within_window(mechanism, keys_left, visibility.keys_right):
         if mechanism.traits.mask and texts is not None and visibility.complete and not changes:
             return packed_rows.run(bound, q, k, v, visibility, texts, dropout, sinks, windowed=True)
         if cache is not None and mechanism.traits.mask:
@@ -221,7 +221,7 @@ def _run(
             raise mechanism.refuse(f"scores with {', '.join(changes)}", "mask")
         if not visibility.complete:
             raise mechanism.refuse("a mask of the model's own", "mask")
-        raise Unsupported(visible.window_refusal(mechanism, back, visibility.ahead))
+        raise Unsupported(visible.window_refusal(mechanism, keys_left, visibility.keys_right))
     if texts is None and visibility.sequences is not None:
         texts = packed_rows.numbered(visibility.sequences)
     if texts is not None:
@@ -252,7 +252,7 @@ def _run_masked(
         raise Unsupported(f"{bound.mechanism!r} takes no scores with {', '.join(unknown)}: keep the model's attention")
     mask, order = visibility.dense(), {}
     if visibility.packing is not None:
-        mask = packed_rows.apart(mask, visibility.packing, len(q))
+        mask = packed_rows.per_sequence_mask(mask, visibility.packing, len(q))
     elif bound.mechanism.traits.positions == "absolute":
         keys, order = visible.order(bound.mechanism, visibility, mask, q.shape[-2])
         k, v, mask = k[..., :keys, :], v[..., :keys, :], mask[..., :keys]

@@ -84,9 +84,9 @@ class StateLayer(CacheLayerMixin):
         self.length += call.tokens
         self.sinks = sinks
         if self.record_past and call.tokens > rollback.LONGEST:  # the others cannot be taken back
-            settled = call.tokens - rollback.LONGEST
-            out, self.state = self._decode(call.part(0, settled), self.state)
-            outputs, self.record, call = [out], (), call.part(settled, call.tokens)
+            permanent = call.tokens - rollback.LONGEST
+            out, self.state = self._decode(call.part(0, permanent), self.state)
+            outputs, self.record, call = [out], (), call.part(permanent, call.tokens)
         out, state = self._decode(call, self.state)
         self.record = rollback.extended(self.record, self.state, call) if self.record_past else ()
         self.state = state

@@ -27,7 +27,7 @@ class ActiveCall:
     packed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # of a model: the borders of a packed row
     arguments: frozenset[str] = frozenset()  # of a model: the names of all that it was given
     cache: Any = None  # of an attention module: where its state is kept
-    served: bool = False  # of an attention module: whether its mechanism makes what positions add to the scores
+    adds_positions: bool = False  # of an attention module: whether its mechanism adds positions to the scores
     attended: bool = False  # of an attention module: whether its attention function was called
 
 
@@ -42,12 +42,12 @@ _thread = _Thread()
 def begin(
     module: nn.Module, *, shown: tuple[nn.Module, ...] = (), position_ids: Tensor | None = None,
     packed: dict[str, Tensor] | None = None, arguments: frozenset[str] = frozenset(), cache: Any = None,
-    served: bool = False,
+    adds_positions: bool = False,
 ) -> None:  # fmt: skip
     """Push a call of ``module``. An earlier one that an interrupt left open is removed, with all inside it."""
     interrupted = _find(module)
     outer = _thread.innermost if interrupted is None else interrupted.outer
-    _thread.innermost = ActiveCall(module, outer, shown, position_ids, packed or {}, arguments, cache, served)
+    _thread.innermost = ActiveCall(module, outer, shown, position_ids, packed or {}, arguments, cache, adds_positions)
 
 
 def end(module: nn.Module) -> ActiveCall | None:

@@ -9,7 +9,7 @@ from transformers.models.wav2vec2_bert import modeling_wav2vec2_bert
 from transformers.models.wav2vec2_conformer import modeling_wav2vec2_conformer
 
 from fast_attention.integrations import attention
-from fast_attention.integrations.swapped import served
+from fast_attention.integrations.swapped import adds_positions
 
 
 def forward(
@@ -17,7 +17,7 @@ def forward(
     **settings: Any,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Run transformers' module; where the layer's mechanism makes the scores of distances, without them."""
-    if not served(self, attention_mask):
+    if not adds_positions(self, attention_mask):
         base: Any = type(self).__bases__[0]
         return base.forward(self, hidden_states, attention_mask, relative_position_embeddings, **settings)
     q, k, v = (

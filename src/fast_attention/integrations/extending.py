@@ -63,7 +63,7 @@ def extend(
 
 def _extend(model: PreTrainedModel, positions: int, method: str) -> Extension:
     for name, layer in model.named_modules():
-        if isinstance(layer, Bound) and layer.mechanism.traits.bounded and layer.shape.max_len < positions:
+        if isinstance(layer, Bound) and layer.mechanism.traits.needs_max_len and layer.shape.max_len < positions:
             raise Unsupported(
                 f"{name} runs {layer.mechanism!r}, whose weights are for {layer.shape.max_len} tokens: "
                 "swap_back(model), extend, then swap again"

@@ -16,7 +16,7 @@ from fast_attention.integrations.attention import NAME, SINKS, Call
 from fast_attention.integrations.fresh import BEFORE
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
-from fast_attention.integrations.swapped import CHILD, Swapped, beside, keeps_state, layers_of
+from fast_attention.integrations.swapped import CHILD, Swapped, keeps_state, layers_of, like_module
 from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
@@ -145,7 +145,7 @@ def _uncalled(
         shown, why = "its own attention", "it forms attention itself, not through transformers' interface"
     elif getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
         why = "the probe did not call it: give swap(..., probe={...}) inputs that do"
-        bound = beside(relative.bound(exact, Shape(heads, head_dim), positions), module, model)
+        bound = like_module(relative.bound(exact, Shape(heads, head_dim), positions), module, model)
     causal = bool(getattr(module, "is_causal", False))
     return Layer(name, type(module).__name__, heads, head_dim, causal, shown or repr(exact), why, replaced=False), bound
 
@@ -155,11 +155,11 @@ def _plan(
 ) -> tuple[Layer, Bound]:
     """The report of a layer, and its mechanism: the wanted one, or exact attention where that cannot serve."""
     module, positions = model.get_submodule(name), relative.of(model, name)
-    reason = UNNAMED if mechanism is None else _obstacle(mechanism, call, positions)
+    reason = UNNAMED if mechanism is None else _unsupported_reason(mechanism, call, positions)
     chosen_mechanism: Any = relative.given(Softmax() if mechanism is None or reason else mechanism, positions)
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
-    shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.bounded else 0)
-    bound = beside(relative.bound(chosen_mechanism, shape, positions), module, model)
+    shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.needs_max_len else 0)
+    bound = like_module(relative.bound(chosen_mechanism, shape, positions), module, model)
     learned = sum(p.numel() for p in bound.parameters())
     notes = [] if reason else _notes(chosen_mechanism, call, _dropout(module), positions)
     why = reason or "; ".join(notes)
@@ -171,7 +171,7 @@ def _plan(
     return layer, bound
 
 
-def _obstacle(mechanism: Mechanism[Any, Any], call: Call, positions: relative.Positions | None) -> str:
+def _unsupported_reason(mechanism: Mechanism[Any, Any], call: Call, positions: relative.Positions | None) -> str:
     """The reason why a mechanism cannot serve a layer; empty if it can."""
     traits = mechanism.traits
     if not isinstance(mechanism, Attention):
@@ -191,12 +191,12 @@ def _obstacle(mechanism: Mechanism[Any, Any], call: Call, positions: relative.Po
         )
     if SINKS in call.extra and not (isinstance(mechanism, TakesSinks) and mechanism.takes_sinks):
         return f"the layer has sinks (s_aux), which {mechanism!r} does not take: {SINKS_ARE_TAKEN}"
-    if reason := relative.obstacle(mechanism, tuple(x for x in call.extra if x != SINKS), positions):
+    if reason := relative.unsupported_reason(mechanism, tuple(x for x in call.extra if x != SINKS), positions):
         return reason
     if not traits.padding:
         return f"{mechanism!r} takes no padded batches (traits.padding)"
-    if not (traits.mask or visible.within_window(mechanism, call.back, call.ahead)):
-        return visible.window_refusal(mechanism, call.back, call.ahead)
+    if not (traits.mask or visible.within_window(mechanism, call.keys_left, call.keys_right)):
+        return visible.window_refusal(mechanism, call.keys_left, call.keys_right)
     return ""
 
 
@@ -238,10 +238,11 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not isinstance(swapped, Swapped):
         return None
     cache = _cache_in(args, kwargs) if getattr(module, "is_causal", False) else None
-    served = swapped.positions is not None and any(swapped.serves(x) for x in (*args, *kwargs.values()))
+    given = (*args, *kwargs.values())
+    adds_positions = swapped.positions is not None and any(swapped.adds_positions(x) for x in given)
     state = None if cache is None else swapped.state_in(cache, module)
-    calls.begin(module, cache=state, served=served)
-    needs_bias = served and kwargs.get("position_bias", relative) is None
+    calls.begin(module, cache=state, adds_positions=adds_positions)
+    needs_bias = adds_positions and kwargs.get("position_bias", relative) is None
     return (args, {**kwargs, "position_bias": relative.NOTHING}) if needs_bias else None
 
 

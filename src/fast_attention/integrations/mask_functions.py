@@ -48,8 +48,8 @@ def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callabl
         dense: Makes the dense mask.
     """
     if sees in (causal_mask_function, bidirectional_mask_function):
-        alike = replace(positions, batch=1, first_query=positions.first_query - positions.first_key, first_key=0)
-        return replace(_known(sees, alike), tokens=tokens, dense=dense)
+        shifted = replace(positions, batch=1, first_query=positions.first_query - positions.first_key, first_key=0)
+        return replace(_known(sees, shifted), tokens=tokens, dense=dense)
     return replace(_structure(sees, positions), tokens=tokens, dense=dense)
 
 
@@ -74,28 +74,28 @@ def _structure(sees: Sees, positions: Positions) -> Visibility:
     offsets = {i: positions.first_query + i - positions.first_key for i in probes}
     if result.sequences is None:
         last = max(probes)
-        back = _leading(probes[last][0, : offsets[last]].flip(0))
-        ahead = None if result.is_causal else _leading(probes[0][0, offsets[0] + 1 :])
-        result = replace(result, back=back, ahead=ahead)
+        keys_left = _leading(probes[last][0, : offsets[last]].flip(0))
+        keys_right = None if result.is_causal else _leading(probes[0][0, offsets[0] + 1 :])
+        result = replace(result, keys_left=keys_left, keys_right=keys_right)
     elif positions.first_query != positions.first_key or positions.queries != positions.keys:
         return replace(result, complete=False)
     else:
         begins = torch.nn.functional.pad(result.sequences.diff(dim=-1) > 0, (1, 0))
         first = torch.where(begins, rows - rows[0], 0).cummax(-1).values + rows[0]
         result = replace(result, **_windows(sees, (batch, head), rows, first, is_causal=result.is_causal))
-        nearest = first if result.back is None else torch.maximum(first, rows - result.back)
-        ahead = first if result.ahead is None else torch.maximum(first, rows - result.ahead)
+        nearest = first if result.keys_left is None else torch.maximum(first, rows - result.keys_left)
+        keys_right = first if result.keys_right is None else torch.maximum(first, rows - result.keys_right)
         reached = torch.as_tensor(sees(batch, head, rows, nearest)).all()  # each the first that it may see
         if not result.is_causal:
-            reached = reached & torch.as_tensor(sees(batch, head, ahead, rows)).all()
+            reached = reached & torch.as_tensor(sees(batch, head, keys_right, rows)).all()
         if not bool(reached):
             return replace(result, complete=False)
         for side, pairs in (
-            ("back", (rows, rows - (result.back or 0) - 1)),
-            ("ahead", (rows - (result.ahead or 0) - 1, rows)),
+            ("keys_left", (rows, rows - (result.keys_left or 0) - 1)),
+            ("keys_right", (rows - (result.keys_right or 0) - 1, rows)),
         ):
             if getattr(result, side) is not None:  # nothing beyond the window
-                inside = (pairs[0] if side == "ahead" else pairs[1]) >= first
+                inside = (pairs[0] if side == "keys_right" else pairs[1]) >= first
                 queries, keys = (x.clamp(min=0) for x in pairs)
                 if bool((torch.as_tensor(sees(batch, head, queries, keys)) & inside).any()):
                     return replace(result, complete=False)
@@ -115,11 +115,11 @@ def _windows(
     batch, head = where[0][text : text + 1] if len(where[0]) > 1 else where[0], where[1]
     earlier = rows[end - int(depth.flatten()[row]) : end].flip(0)
     last = rows[end : end + 1]
-    back = _leading(torch.as_tensor(sees(batch, head, last, earlier)).expand(1, len(earlier))[0])
-    ahead = (
+    keys_left = _leading(torch.as_tensor(sees(batch, head, last, earlier)).expand(1, len(earlier))[0])
+    keys_right = (
         None if is_causal else _leading(torch.as_tensor(sees(batch, head, earlier, last)).expand(1, len(earlier))[0])
     )
-    return {"back": back, "ahead": ahead}
+    return {"keys_left": keys_left, "keys_right": keys_right}
 
 
 _known = functools.lru_cache(256)(_structure)  # of functions that depend on distances alone
@@ -161,13 +161,15 @@ def declared(
         is_causal: Whether the mask is declared causal, rather than bidirectional.
         window: The declared window: with the token itself if causal, without it otherwise.
     """
-    back = None if window is None else window - 1 if is_causal else window
+    keys_left = None if window is None else window - 1 if is_causal else window
     last = positions.first_query + positions.queries - 1
-    behind = is_causal and positions.first_key > 0  # a state may hold the keys before
-    reach = back if behind and back is not None and last > back else None
-    if back is not None and last - positions.first_key <= back:
-        back = None  # the first of all keys is still in the last query's window
-    result = Visibility(dense, tokens, is_causal, back=back, ahead=None if is_causal else back, reach=reach)
+    has_past = is_causal and positions.first_key > 0  # a state may hold the keys before
+    reach = keys_left if has_past and keys_left is not None and last > keys_left else None
+    if keys_left is not None and last - positions.first_key <= keys_left:
+        keys_left = None  # the first of all keys is still in the last query's window
+    result = Visibility(
+        dense, tokens, is_causal, keys_left=keys_left, keys_right=None if is_causal else keys_left, reach=reach
+    )
     batch = torch.arange(positions.batch, device=positions.device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=positions.device)
     columns, rows = positions.columns(), positions.rows()
@@ -175,9 +177,9 @@ def declared(
     for i in (0, positions.queries // 2, positions.queries - 1):
         row = torch.as_tensor(sees(batch, head, rows[i : i + 1], columns))
         valid = valid & (row == predicted(result, columns - positions.first_query - i, i)).all()
-    if positions.queries > 1 and back != 0:
+    if positions.queries > 1 and keys_left != 0:
         valid = valid & torch.as_tensor(sees(batch, head, rows[1:], rows[1:] - 1)).all()
-    if behind and back is None:
+    if has_past and keys_left is None:
         valid = valid & torch.as_tensor(sees(batch, head, rows, (rows - (reach or last)).clamp(min=0))).all()
     return replace(result, valid=valid)
 

@@ -133,14 +133,14 @@ def run(
         else partial(bound, is_causal=visibility.is_causal, dropout=dropout, enable_gqa=True, sinks=sinks)
     )
     key_mask = None if key_mask is None else key_mask.reshape(1, -1)
-    together = None
+    kernel = None
     if not windowed and dropout == 0.0 and sinks is None and isinstance(bound.mechanism, Attention):
-        together = packed.at_once(bound.mechanism, bound.w, is_causal=visibility.is_causal)
-    out = packed.attend(call, one_row(q), one_row(k), one_row(v), texts, key_mask, together=together)
+        kernel = packed.packed_kernel(bound.mechanism, bound.w, is_causal=visibility.is_causal)
+    out = packed.attend(call, one_row(q), one_row(k), one_row(v), texts, key_mask, kernel=kernel)
     return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
 
-def apart(mask: Tensor, texts: Packing, batch: int) -> Tensor:
+def per_sequence_mask(mask: Tensor, texts: Packing, batch: int) -> Tensor:
     """A dense mask (..., L, S), True = may be seen or additive, in which texts do not see each other."""
     numbers = [
         torch.repeat_interleave(torch.tensor(lengths, device=mask.device)).view(batch, 1, -1)

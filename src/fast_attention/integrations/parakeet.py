@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.models.parakeet import modeling_parakeet
 
 from fast_attention.integrations import attention
-from fast_attention.integrations.swapped import served
+from fast_attention.integrations.swapped import adds_positions
 from fast_attention.integrations.visible import Visibility
 
 
@@ -24,7 +24,7 @@ class ParakeetEncoderAttention(modeling_parakeet.ParakeetEncoderAttention):
         tokens = None if attention_mask is None else attention_mask[:, 0].diagonal(dim1=-2, dim2=-1)
         pairs = hidden_states.new_ones(1, 1, 1, 1, dtype=torch.bool) if attention_mask is None else attention_mask
         visibility = Visibility(lambda: pairs, tokens)
-        if not served(self, visibility):
+        if not adds_positions(self, visibility):
             return super().forward(hidden_states, position_embeddings, attention_mask, **settings)
         q, k, v = (
             project(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

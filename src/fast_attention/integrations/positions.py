@@ -175,14 +175,14 @@ def _scaling(text: Any, part: dict[str, Any], method: str, factor: float, before
 
 def extend_tables(model: PreTrainedModel, positions: int, method: str, longest: int) -> Extension:
     """Lengthen every table with a row for each position, and whatever else depends on their number."""
-    tables = _tables(model, _twin(model, longest + 1))
+    tables = _tables(model, _copied_model(model, longest + 1))
     special = _special(tables, longest)
     before = next(iter(tables.values())).num_embeddings - special
     _check_longer(positions, before)
     continued = {name: _sinusoids(table.weight, positions + special) for name, table in tables.items()}
     formula = all(weight is not None for weight in continued.values())
     method = "by their formula" if formula else _checked_method(method, TABLES, "learned")
-    longer_model = _twin(model, longest + positions - before)
+    longer_model = _copied_model(model, longest + positions - before)
     buffers, weights = _buffers(model, longer_model), {}
     for name, table in tables.items():
         old, continuation = table.weight, continued[name]
@@ -199,7 +199,7 @@ def extend_tables(model: PreTrainedModel, positions: int, method: str, longest: 
     return Extension("sinusoidal" if formula else "learned", method, before, positions, tuple(tables))
 
 
-def _twin(model: PreTrainedModel, longest: int) -> PreTrainedModel:
+def _copied_model(model: PreTrainedModel, longest: int) -> PreTrainedModel:
     """A copy of the model without memory, for another number of positions."""
     config = copy.deepcopy(model.config)
     config.get_text_config().max_position_embeddings = longest

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fast_attention.biases.bias import (
     ALiBi,
     Bias,
-    Biased,
+    BiasMixin,
     BucketWeights,
     RelativeWeights,
     T5Buckets,
@@ -133,7 +133,7 @@ def carries(mechanism: Any) -> bool:
     """Whether a mechanism has a bias."""
     if isinstance(mechanism, ByLength):
         return carries(mechanism.short) or carries(mechanism.long)
-    return isinstance(mechanism, Biased) and mechanism.bias is not None
+    return isinstance(mechanism, BiasMixin) and mechanism.bias is not None
 
 
 def with_bias(mechanism: Any, bias: Bias | None) -> Any:
@@ -142,7 +142,7 @@ def with_bias(mechanism: Any, bias: Bias | None) -> Any:
         short, long = with_bias(mechanism.short, bias), with_bias(mechanism.long, bias)
         return None if short is None or long is None else replace(mechanism, short=short, long=long)
     changed: Any = mechanism  # a dataclass
-    return replace(changed, bias=bias) if isinstance(mechanism, Biased) else None
+    return replace(changed, bias=bias) if isinstance(mechanism, BiasMixin) else None
 
 
 def given(mechanism: Any, positions: Positions | None) -> Any:
@@ -153,7 +153,7 @@ def given(mechanism: Any, positions: Positions | None) -> Any:
     return mechanism if biased is None else biased
 
 
-def obstacle(mechanism: Any, extra: tuple[str, ...], positions: Positions | None) -> str:
+def unsupported_reason(mechanism: Any, extra: tuple[str, ...], positions: Positions | None) -> str:
     """The reason why a mechanism cannot serve a layer whose scores get these extra arguments; empty if it can."""
     added = [name for name in extra if name != "position_bias"]
     if positions is None:
@@ -164,7 +164,7 @@ def obstacle(mechanism: Any, extra: tuple[str, ...], positions: Positions | None
         added += [repr(positions.bias)] if with_bias(mechanism, positions.bias) is None else []
     if not added or (mechanism.traits.mask and {*extra} <= {"position_bias"}):
         return ""
-    takers = ", ".join(f"{kind.__name__}()" for kind in Biased.__subclasses__())
+    takers = ", ".join(f"{kind.__name__}()" for kind in BiasMixin.__subclasses__())
     if unknown := [name for name in extra if name != "position_bias"]:
         return f"the layer changes its scores by {', '.join(unknown)}, which no mechanism does: it keeps its attention"
     return (

@@ -72,7 +72,7 @@ class Swapped(nn.Module):
             return None
         return layer_of(cache, int(index or 0), self.bound)
 
-    def serves(self, visibility: Any) -> bool:
+    def adds_positions(self, visibility: Any) -> bool:
         """Whether the mechanism makes what positions add to the scores, so that the model need not, for all pairs."""
         is_served = isinstance(visibility, Visibility) and visibility.complete
         return is_served and relative.serves(self.bound.mechanism, self.positions)
@@ -80,7 +80,7 @@ class Swapped(nn.Module):
     def added(self, position_bias: Tensor, visibility: Visibility, q: Tensor, k: Tensor) -> dict[str, Tensor]:
         """The arguments that change scores, made of the model's ``position_bias``."""
         positions, tokens = self.positions, visibility.tokens
-        if self.serves(visibility):
+        if self.adds_positions(visibility):
             assert positions is not None
             if not positions.by_token or tokens is None:
                 return {}
@@ -99,7 +99,7 @@ class Swapped(nn.Module):
         return "kept" if self.kept else ""
 
 
-def beside(bound: Bound, module: nn.Module, model: nn.Module) -> Bound:
+def like_module(bound: Bound, module: nn.Module, model: nn.Module) -> Bound:
     """A mechanism on the device and in the dtype of a layer, or of its model: a quantized layer may have no numbers."""
     numbers = (p for part in (module, model) for p in part.parameters() if p.is_floating_point())
     like = next(numbers, None)
@@ -112,10 +112,10 @@ def keeps_state(mechanism: Mechanism[Any, Any]) -> bool:
     return traits.memory in ("constant", "window") or (traits.memory is not None and not traits.cross)
 
 
-def served(module: nn.Module, visibility: Any) -> bool:
+def adds_positions(module: nn.Module, visibility: Any) -> bool:
     """Whether a module's mechanism makes what positions add to its scores, under a mask."""
     swapped = module._modules.get(CHILD)
-    return isinstance(swapped, Swapped) and swapped.serves(visibility)
+    return isinstance(swapped, Swapped) and swapped.adds_positions(visibility)
 
 
 def layers_of(model: nn.Module) -> dict[str, Swapped]:

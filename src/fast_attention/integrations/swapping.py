@@ -69,7 +69,7 @@ def swap(
         exact_up_to: Run exact attention for queries that see at most so many tokens, and the mechanism for others:
             ``ByLength`` of both. ``"auto"`` measures, at each layer's heads and widths, from which length on the
             mechanism is faster here, which takes seconds.
-        max_len: The longest sequence, for mechanisms with ``traits.bounded``; a Hugging Face model's own if not given.
+        max_len: Longest sequence, for mechanisms with ``traits.needs_max_len``. Default: a Hugging Face model's own.
         probe: Small inputs for the forward pass, by name, where a Hugging Face model is of a kind for which none are
             known (the error says so), or has layers that the known ones do not reach (the report does).
         skip_padding: For Hugging Face's encoders: compute the tokens of a padded batch in one packed row, without the

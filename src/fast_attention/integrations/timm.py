@@ -33,7 +33,7 @@ class VisionAttention(nn.Module):
     Args:
         old: timm's module; its submodules are shared, not copied.
         mechanism: What attends.
-        max_len: The longest sequence, for mechanisms with ``traits.bounded``.
+        max_len: The longest sequence, for mechanisms with ``traits.needs_max_len``.
     """
 
     q_norm: nn.Module
@@ -45,7 +45,7 @@ class VisionAttention(nn.Module):
     def __init__(self, old: Any, mechanism: Mechanism[Any, Any], max_len: int) -> None:
         super().__init__()
         _share(old, self)
-        shape = Shape(old.num_heads, old.head_dim, max_len if mechanism.traits.bounded else 0)
+        shape = Shape(old.num_heads, old.head_dim, max_len if mechanism.traits.needs_max_len else 0)
         self.attention = Bound(mechanism, shape).to(old.proj.weight).train(old.training)
         # timm's fused attention has a scale of its own and does not read the module's
         self.factor = 1.0 if old.fused_attn else old.scale * old.head_dim**0.5

@@ -87,7 +87,7 @@ def _plan(
 ) -> tuple[Layer, MultiheadAttention | None]:  # fmt: skip
     """The report of a layer, and its new module; None where it stays."""
     head_dim = module.embed_dim // module.num_heads
-    reason = UNNAMED if mechanism is None else _obstacle(name, module, mechanism, model)
+    reason = UNNAMED if mechanism is None else _unsupported_reason(name, module, mechanism, model)
     kind = type(module).__name__
     if mechanism is None or reason:
         shown = "Softmax()" if _is_plain(module) else "its own"
@@ -127,7 +127,9 @@ def _is_plain(module: nn.Module) -> bool:
     return all(name in module._parameters or getattr(module, name) is None for name in PARAMETERS)
 
 
-def _obstacle(name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any, Any], model: nn.Module) -> str:
+def _unsupported_reason(
+    name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any, Any], model: nn.Module
+) -> str:
     """The reason why a mechanism cannot serve a layer; empty if it can."""
     traits = mechanism.traits
     if not isinstance(mechanism, Attention):

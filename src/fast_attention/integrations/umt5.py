@@ -17,8 +17,8 @@ class UMT5Attention(modeling_umt5.UMT5Attention):
     def compute_bias(self, *args: Any, **settings: Any) -> Tensor:
         """The bias of all pairs; nothing where the layer's mechanism makes it."""
         call = calls.present(self)
-        served = call is not None and call.served
-        return NOTHING if served else super().compute_bias(*args, **settings)
+        adds_positions = call is not None and call.adds_positions
+        return NOTHING if adds_positions else super().compute_bias(*args, **settings)
 
 
 KINDS: dict[type, type] = {modeling_umt5.UMT5Attention: UMT5Attention}

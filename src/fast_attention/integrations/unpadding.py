@@ -103,8 +103,8 @@ def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
 
 def might(model: PreTrainedModel) -> bool:
     """Whether a model reads texts, and every token all of its text: only then can padding be skipped."""
-    reads = model.main_input_name == "input_ids" and "decoder_input_ids" not in _names(model.base_model)
-    return reads and not any(getattr(part, "is_causal", False) for part in model.modules())
+    takes_ids = model.main_input_name == "input_ids" and "decoder_input_ids" not in _names(model.base_model)
+    return takes_ids and not any(getattr(part, "is_causal", False) for part in model.modules())
 
 
 def pays(is_token: Bool[Tensor, "batch length"]) -> bool:

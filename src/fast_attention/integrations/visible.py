@@ -33,8 +33,8 @@ class Visibility:
     tokens: Bool[Tensor, "batch all"] | None = None  # which positions so far are tokens; None: all
     is_causal: bool = False
     sequences: Int[Tensor, "batch keys"] | None = None  # of a packed row: each key's sequence; None: one in each row
-    back: int | None = None  # earlier keys that a query sees; None: all
-    ahead: int | None = None  # later keys; None: all, or none if causal
+    keys_left: int | None = None  # earlier keys that a query sees; None: all
+    keys_right: int | None = None  # later keys; None: all, or none if causal
     reach: int | None = None  # earlier tokens that are seen of all so far, those in a state too; None: all
     begin: int = 0  # the position of the first key; more where a cache has dropped those before
     packing: Packing | None = None  # of rows whose borders were given beside the mask; texts run on from row to row
@@ -47,7 +47,7 @@ class Visibility:
     def is_whole(self) -> bool:
         """Whether every query sees all tokens, or all up to its own."""
         is_one_text = self.sequences is None and self.packing is None and self.valid is None
-        return is_one_text and self.complete and self.back is None and self.ahead is None
+        return is_one_text and self.complete and self.keys_left is None and self.keys_right is None
 
     def key_mask(self, keys: int) -> Bool[Tensor, "batch keys"] | None:
         """Which of the last ``keys`` positions are tokens."""
@@ -111,7 +111,7 @@ def order(mechanism: Any, visibility: Visibility, mask: Tensor, queries: int) ->
         return keys, {"is_causal": visibility.is_causal, "key_mask": visibility.key_mask(keys)}
     if queries == keys:  # a mask of the model's own, without a cache
         return keys, {}
-    if visibility.back is not None:
+    if visibility.keys_left is not None:
         raise positions_refused(mechanism, f"a cache of {keys} places may have dropped some before this layer's window")
     if torch.compiler.is_compiling():
         raise positions_refused(mechanism, f"compiled code cannot tell them of {queries} queries among {keys} places")
@@ -162,10 +162,10 @@ def predicted(visibility: Visibility, distance: Tensor, row: int) -> Tensor:
     visible = torch.ones_like(distance, dtype=torch.bool)
     if visibility.is_causal:
         visible = visible & (distance <= 0)
-    if visibility.back is not None:
-        visible = visible & (distance >= -visibility.back)
-    if visibility.ahead is not None:
-        visible = visible & (distance <= visibility.ahead)
+    if visibility.keys_left is not None:
+        visible = visible & (distance >= -visibility.keys_left)
+    if visibility.keys_right is not None:
+        visible = visible & (distance <= visibility.keys_right)
     ids = visibility.sequences
     return visible if ids is None else visible & (ids == ids[:, row : row + 1])
 
@@ -186,20 +186,20 @@ def contiguous(tokens: Bool[Tensor, "batch all"]) -> Bool[Tensor, ""]:
     return (begins.sum(-1) + tokens[:, 0] <= 1).all()
 
 
-def within_window(mechanism: Any, back: int | None, ahead: int | None) -> bool:
-    """Whether the mechanism sees no more than the model's window of ``back`` and ``ahead`` keys."""
-    if back is None and ahead is None:
+def within_window(mechanism: Any, keys_left: int | None, keys_right: int | None) -> bool:
+    """Whether the mechanism sees no more than the model's window of ``keys_left`` and ``keys_right`` keys."""
+    if keys_left is None and keys_right is None:
         return True
     if not isinstance(mechanism, Local):
         return False
     left, right = mechanism.sides
-    return (back is None or left <= back) and (ahead is None or right <= ahead)
+    return (keys_left is None or left <= keys_left) and (keys_right is None or right <= keys_right)
 
 
-def window_refusal(mechanism: Any, back: int | None, ahead: int | None) -> str:
+def window_refusal(mechanism: Any, keys_left: int | None, keys_right: int | None) -> str:
     """The message that a mechanism cannot serve a layer with a window."""
-    sides = [f"{n} tokens {where}" for n, where in ((back, "back"), (ahead, "ahead")) if n is not None]
-    least = min(n for n in (back, ahead) if n is not None)
+    sides = [f"{n} tokens {where}" for n, where in ((keys_left, "back"), (keys_right, "ahead")) if n is not None]
+    least = min(n for n in (keys_left, keys_right) if n is not None)
     return (
         f"the layer sees {' and '.join(sides)} only, and {mechanism!r} would see more. What would work: "
         f"Local(window={least}) or less, Softmax(), or keeping the layer"

@@ -17,9 +17,9 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab import advice, capture, compare, inputs, progress, sources, tables, timing
     from fast_attention.lab.advice import Advised, Question
     from fast_attention.lab.compare import Plan
+    from fast_attention.lab.environment import begun
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.measure import Setting
-    from fast_attention.lab.surroundings import begun
 
 
 def advise_command(

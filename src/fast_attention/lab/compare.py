@@ -20,10 +20,10 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.accuracy import Scene, measurable
     from fast_attention.lab.capture import Source
     from fast_attention.lab.comparison import Comparison, Error
+    from fast_attention.lab.environment import begun
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.measure import Setting, against_exact
     from fast_attention.lab.records import EXACT
-    from fast_attention.lab.surroundings import begun
     from fast_attention.lab.timing import MOST_ROUNDS, TimingGroup
 
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
@@ -162,7 +162,7 @@ def promise(plan: Plan, record: Comparison, mechanism: Any) -> tuple[float, floa
         return (0 if summary[0] <= plan.asked else 2), summary[0]
     if measurable(mechanism):
         return 1, -recorded(mechanism)
-    return 3 if verdicts.learns(mechanism) else 4, mechanism.traits.order
+    return 3 if verdicts.learns(mechanism) else 4, mechanism.traits.complexity_exponent
 
 
 def recorded(mechanism: Any) -> float:

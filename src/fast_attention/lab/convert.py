@@ -23,7 +23,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.counting import peak_bytes
     from fast_attention.integrations import extend
     from fast_attention.integrations.swapping import pretrained
-    from fast_attention.lab import capture, corpus, inputs, loading, measure, progress, surroundings, tables, texts
+    from fast_attention.lab import capture, corpus, environment, inputs, loading, measure, progress, tables, texts
     from fast_attention.lab.converted import STAGES, Converted, every, gain, html
     from fast_attention.lab.corpus import Corpus
     from fast_attention.lab.inputs import InputError
@@ -106,13 +106,13 @@ def convert_command(
         trained, judging = _texts(text, judge)
         length = length or min(LONGEST, most or LONGEST)
         reading = Reading(trained, judging, tokenizer, length, batch_size, seed)
-        around = len(reading.passages.before), len(reading.passages.behind)
+        around = len(reading.passages.prefix), len(reading.passages.suffix)
         if teacher not in ("original", "chunks"):
             raise InputError(f"--teacher {teacher}: choose original or chunks")
         teaching: Any = teacher if teacher == "original" else Chunks(min(learnt, LONGEST), *around)
         sizes = inputs.lengths(lengths or [*LENGTHS])
         size = sum(p.numel() for p in converted.parameters())
-        meta = surroundings.begun(
+        meta = environment.begun(
             where, model=f"{model} ({type(converted).__name__}, {size:,} parameters)", mechanism=repr(kind),
             settings=repr(settings), teacher=str(teaching), text=reading.name, texts=[each.facts for each in trained],
             judge=judging.facts, batch_size=batch_size, length=length, positions=extension,

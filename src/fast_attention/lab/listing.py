@@ -50,7 +50,7 @@ def _catalogue(chosen: list[Any]) -> tables.Table:
         traits = mechanism.traits
         weights = "learned" if traits.learned else "random" if traits.random else "-"
         yes = ["yes" if granted else "-" for granted in (traits.causal, traits.padding, traits.cross)]
-        does = [traits.cost, traits.reads, *yes, traits.memory or "-"]
+        does = [traits.cost, traits.inputs, *yes, traits.memory or "-"]
         rows.append([type(mechanism).__name__, *does, weights, traits.paper])
     heads = ["mechanism", "cost", "reads", "causal", "padding", "cross", "decodes", "weights", "source"]
     return tables.Table(heads, rows, left=range(1, len(heads)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import clock
-from fast_attention.lab import surroundings
+from fast_attention.lab import environment
 from fast_attention.lab.records import EXACT
 from fast_attention.mechanism import Attention, Mixer, Shape
 from fast_attention.nn.bound import Bound
@@ -87,7 +87,7 @@ def against_exact(mechanisms: list[Any]) -> list[Competitor]:
         def make(setting: Setting, length: int, mechanism: Any = mechanism) -> Passes:
             return competitor(mechanism, setting, setting.tensors(length))
 
-        competitors.append(Competitor(repr(mechanism), EXACT, make, mechanism.traits.order))
+        competitors.append(Competitor(repr(mechanism), EXACT, make, mechanism.traits.complexity_exponent))
     return competitors
 
 
@@ -127,7 +127,7 @@ def useful_threads() -> int:
 
     Leaves torch's number of threads at the answer.
     """
-    cores, q = surroundings.usable_cores(), torch.randn(3, 8, 256, 32)
+    cores, q = environment.usable_cores(), torch.randn(3, 8, 256, 32)
 
     def run(count: int) -> Any:
         torch.set_num_threads(count)

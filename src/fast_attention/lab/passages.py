@@ -27,7 +27,7 @@ Passage = list[int]
 
 
 class Passages:
-    """Passages with the tokenizer's own marks at both ends, ``before`` and ``behind``.
+    """Passages with the tokenizer's own marks at both ends, ``prefix`` and ``suffix``.
 
     Args:
         tokenizer: The model's.
@@ -37,8 +37,8 @@ class Passages:
         self.tokenizer = tokenizer
         bare, marked = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
         at = next((i for i in range(len(marked)) if marked[i : i + len(bare)] == bare), 0)
-        self.before, self.behind = marked[:at], marked[at + len(bare) :]
-        self.special_tokens = len(self.before) + len(self.behind)
+        self.prefix, self.suffix = marked[:at], marked[at + len(bare) :]
+        self.special_tokens = len(self.prefix) + len(self.suffix)
         self.padding = int(tokenizer.pad_token_id or 0)
 
     def document(self, corpus: Corpus) -> Passage:
@@ -64,7 +64,7 @@ class Passages:
 
     def batch(self, passages: Sequence[Passage]) -> Batch:
         """Token numbers (passages, longest) padded behind, and which of them are tokens."""
-        rows = [torch.tensor([*self.before, *passage, *self.behind]) for passage in passages]
+        rows = [torch.tensor([*self.prefix, *passage, *self.suffix]) for passage in passages]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
         lengths = torch.tensor([len(row) for row in rows])
         return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
 
 from fast_attention import files
+from fast_attention.lab.environment import load_average, timestamp
 from fast_attention.lab.refusals import InputError
-from fast_attention.lab.surroundings import load_average, timestamp
 
 FORMAT = 2  # of all records; those of format 1 hold no checksum, and some no schema
 Status = Literal["measured", "over budget", "too large", "refused", "failed", "not reached"]

@@ -35,7 +35,7 @@ def html(record: Comparison) -> str:
         "Exact attention": "torch's fused scaled_dot_product_attention, in the same process and the same rounds",
     }
     exact = same_results.words(meta.get("same_results"))
-    lead = [Words(words, "lead") for words in [*exact, *verdicts.answer(record)]]
+    opening = [Words(words, "lead") for words in [*exact, *verdicts.answer(record)]]
     points = pictures.tradeoff(record)
     no_reference = points is not None and verdicts.beyond(record, [points.length])
     caption = _CAPTION + " Exact attention is no reference at this length: see above." * bool(no_reference)
@@ -55,7 +55,7 @@ def html(record: Comparison) -> str:
         pages.run(meta, facts),
         pages.again(meta, record.data),
     ]
-    return pages.page("compare", sections, [*lead, *_warnings(meta), pages.where(meta, meta["source"])])
+    return pages.page("compare", sections, [*opening, *_warnings(meta), pages.where(meta, meta["source"])])
 
 
 def missing(record: Comparison) -> list[str]:

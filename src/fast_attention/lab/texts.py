@@ -22,13 +22,13 @@ NO_DOCUMENTATION = ("licen", "copying", "notice", "author", "change", "release",
 
 def python() -> Corpus:
     """The language reference that ``help`` prints, and the docstrings of the standard library."""
-    documents = _bounded(chain(sorted(topics.items()), _docstrings(Path(sysconfig.get_paths()["stdlib"]))))
+    documents = _limited(chain(sorted(topics.items()), _docstrings(Path(sysconfig.get_paths()["stdlib"]))))
     return Corpus("Python's topics and docstrings (PSF licence, installed)", documents)
 
 
 def packages() -> Corpus:
     """Descriptions and documentation of the installed packages, in an order that mixes them."""
-    return Corpus("documentation of installed packages (their own licences)", _bounded(_installed()))
+    return Corpus("documentation of installed packages (their own licences)", _limited(_installed()))
 
 
 def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:
@@ -67,7 +67,7 @@ def _rank(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def _bounded(documents: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+def _limited(documents: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Documents of prose until ``LIMIT`` is reached, without paragraphs that stood before."""
     known: set[str] = set()
     kept: list[tuple[str, str]] = []

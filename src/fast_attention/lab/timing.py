@@ -13,7 +13,7 @@ import torch
 
 from fast_attention import clock
 from fast_attention.counting import counted
-from fast_attention.lab import inputs, measure, surroundings
+from fast_attention.lab import environment, inputs, measure
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Competitor, Passes, Setting
 from fast_attention.lab.records import Cell, Timed, Times
@@ -34,10 +34,10 @@ def by_threads(asked: int | None) -> Iterator[Callable[[], list[str]]]:
     Yields:
         A function that returns a sentence for each thing that a reader of the times must know.
     """
-    own, usable = torch.get_num_threads(), surroundings.usable_cores()
+    own, usable = torch.get_num_threads(), environment.usable_cores()
     try:
         inputs.threads(asked or measure.useful_threads())
-        others, words = surroundings.Others(), of_threads(own, asked, usable)
+        others, words = environment.Others(), of_threads(own, asked, usable)
         yield lambda: [*words, *others.words()]
     finally:
         torch.set_num_threads(own)

@@ -70,7 +70,7 @@ def longest(record: Comparison) -> int | None:
 def learns(mechanism: Any) -> bool:
     """Whether a mechanism has weights of its own that can learn to stand in for exact attention's matrix."""
     traits = mechanism.traits
-    return traits.learned and traits.matrix and {*"qk"} <= {*traits.reads}
+    return traits.learned and traits.matrix and {*"qk"} <= {*traits.inputs}
 
 
 def kind(mechanism: Any) -> str:
@@ -95,7 +95,7 @@ def cannot(mechanism: Any) -> list[str]:
         "decode token by token": traits.memory is None,
         "decode in constant memory": traits.memory == "growing",
         "take an arbitrary attention mask": not traits.mask,
-        "exceed the length its weights are cut for": traits.bounded,
+        "exceed the length its weights are cut for": traits.needs_max_len,
         "show its attention matrix": not traits.matrix,
         "be compiled as one graph": not traits.compile,
         "be exported (torch.export, ONNX) with a dynamic length": not traits.export,
@@ -124,7 +124,7 @@ def speed(ratio: float) -> str:
     return f"{digits(1 / ratio)} times as fast" if ratio < 1 else f"{digits(ratio)} times as slow"
 
 
-def reads(error: Error) -> str:
+def visible_share(error: Error) -> str:
     """How many of the visible pairs a mechanism weighs, where it leaves any out."""
     share = error.visible_fraction
     return "" if share is None or share == 1.0 else f", from {percent(share)} of the visible pairs"
@@ -224,7 +224,7 @@ def _answer(record: Comparison, lengths: list[int]) -> list[str]:
         return ["Undecided: nothing was timed."]
     if winners:
         best = max(winners, key=lambda each: (each.length, -each.ratio))
-        share = reads(best.error) if best.error else ""
+        share = visible_share(best.error) if best.error else ""
         first = f"Yes, {best.at}, is {better}: its median error is {percent(best.median)}{share}."
         to_train = [best, *to_train]
     elif open_ones:

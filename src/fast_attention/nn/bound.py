@@ -27,7 +27,7 @@ class Bound(Spread, nn.Module):
 
     Args:
         mechanism: A mechanism, or its name or repr.
-        shape: Heads, width per head and, for mechanisms with ``traits.bounded``, the longest sequence.
+        shape: Heads, width per head and, for mechanisms with ``traits.needs_max_len``, the longest sequence.
         tied: Another ``Bound`` of an equal mechanism and shape, to share its weights (Linformer's layerwise sharing).
 
     Raises:
@@ -49,7 +49,7 @@ class Bound(Spread, nn.Module):
         self.shape = shape
         if not isinstance(shape, Shape):
             raise TypeError(f"shape is a Shape(heads=..., head_dim=..., max_len=...); got {shape!r}")
-        if self.mechanism.traits.bounded and shape.max_len < 1:
+        if self.mechanism.traits.needs_max_len and shape.max_len < 1:
             raise ValueError(f"{self.mechanism!r} has weights for a longest sequence: give its tokens by max_len=...")
         if tied is not None and (tied.mechanism, tied.shape) != (self.mechanism, shape):
             raise ValueError(f"tied weights are of {tied.mechanism!r}, {tied.shape}; not {self.mechanism!r}, {shape}")
@@ -151,10 +151,10 @@ class Bound(Spread, nn.Module):
         run = partial(self._call, mechanism, w, **options)
         if cu_seqlens is None and lengths is None:
             return run(*inputs, key_mask=key_mask)
-        together = None
+        kernel = None
         if isinstance(mechanism, Attention) and not enable_gqa and dropout == 0.0:
-            together = packed.at_once(mechanism, w, is_causal=is_causal)
-        return self._call_packed(run, inputs, key_mask, cu_seqlens, lengths, attn_mask, together)
+            kernel = packed.packed_kernel(mechanism, w, is_causal=is_causal)
+        return self._call_packed(run, inputs, key_mask, cu_seqlens, lengths, attn_mask, kernel)
 
     def _with(self, sinks: Tensor | None) -> tuple[Any, Any]:
         """The mechanism and its weights, of which another module may hold the sinks."""
@@ -183,7 +183,7 @@ class Bound(Spread, nn.Module):
 
     def _call_packed(
         self, run: packed.Call, inputs: tuple[Tensor, ...], key_mask: Tensor | None, cu_seqlens: CuSeqlens | None,
-        lengths: Lengths | None, attn_mask: Tensor | None, together: packed.Together | None,
+        lengths: Lengths | None, attn_mask: Tensor | None, kernel: packed.PackedKernel | None,
     ) -> Tensor:  # fmt: skip
         tokens, keys = inputs[0].shape[-2], inputs[-1].shape[-2]
         sequences = packed.packing(cu_seqlens, lengths, tokens, keys, attn_mask)
@@ -191,7 +191,7 @@ class Bound(Spread, nn.Module):
         if len(inputs) == 1:
             return packed.mix(run, inputs[0], sequences, key_mask)
         q, k, v = inputs
-        return packed.attend(run, q, k, v, sequences, key_mask, together=together)
+        return packed.attend(run, q, k, v, sequences, key_mask, kernel=kernel)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None, group: Any = None,
@@ -235,11 +235,11 @@ class Bound(Spread, nn.Module):
 
     def _check_heads(self, inputs: tuple[Tensor, ...]) -> None:
         """Raise unless q, k and v have the weights' heads, and q and k, where they are read, the weights' width."""
-        heads, width, reads = self.shape.heads, self.shape.head_dim, self.mechanism.traits.reads
+        heads, width, names = self.shape.heads, self.shape.head_dim, self.mechanism.traits.inputs
         for name, x in zip("qkv", inputs, strict=False):
             if not isinstance(x, Tensor) or len(shape := x.shape) < 3:
                 continue  # the mechanism's validation says what is wrong
-            if shape[-3] != heads or (name != "v" and name in reads and shape[-1] != width):
+            if shape[-3] != heads or (name != "v" and name in names and shape[-1] != width):
                 transposed = shape[-2] == heads and shape[-3] != heads
                 raise ValueError(
                     f"{name} has (heads, width) {(shape[-3], shape[-1])} and this module was built for {self.shape}"

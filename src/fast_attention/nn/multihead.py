@@ -46,7 +46,7 @@ class MultiheadAttention(Spread, Projections):
         device: Where the parameters are made.
         dtype: Type of the parameters.
         mechanism: An attention, or its name or repr.
-        max_len: Longest sequence, for mechanisms with ``traits.bounded``.
+        max_len: Longest sequence, for mechanisms with ``traits.needs_max_len``.
         num_kv_heads: Heads of keys and values, a divisor of ``num_heads`` (grouped queries); None means ``num_heads``.
             Each serves as many queries' heads in a row (``enable_gqa`` of ``fast_attention.attention``).
         rotary: Rotate queries and keys by their positions (mechanisms with ``traits.rotary``): True for
@@ -181,9 +181,9 @@ class MultiheadAttention(Spread, Projections):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        reads, packed, bias = self.attention.mechanism.traits.reads, self.in_proj_weight, self.in_proj_bias
+        inputs, packed, bias = self.attention.mechanism.traits.inputs, self.in_proj_weight, self.in_proj_bias
         widths = [n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        if packed is not None and query is key and key is value and reads == "qkv":
+        if packed is not None and query is key and key is value and inputs == "qkv":
             parts = F.linear(query, packed, bias).split(widths, -1)
         else:
             b_q, b_k, b_v = (None, None, None) if bias is None else bias.split(widths)
@@ -191,8 +191,8 @@ class MultiheadAttention(Spread, Projections):
             w_q, w_k, w_v = separate if packed is None else packed.split(widths)
             v = F.linear(value, w_v, b_v)
             # What the mechanism never reads is not computed: anything of the right length stands in for it.
-            k = F.linear(key, w_k, b_k) if "k" in reads else v
-            q = F.linear(query, w_q, b_q) if "q" in reads else query.to(v.dtype)
+            k = F.linear(key, w_k, b_k) if "k" in inputs else v
+            q = F.linear(query, w_q, b_q) if "q" in inputs else query.to(v.dtype)
             parts = (q, k, v)
         return tuple(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in parts)
 

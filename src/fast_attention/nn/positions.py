@@ -156,7 +156,9 @@ def rotary_for(mechanism: Mechanism[Any, Any], rotary: bool | Rotary, width: int
     return Rotary() if rotary is True else rotary
 
 
-def check_positions(positions: Tensor, name: str, lead: tuple[int, ...], length: int) -> Int[Tensor, "*batch length"]:
+def check_positions(
+    positions: Tensor, name: str, batch_shape: tuple[int, ...], length: int
+) -> Int[Tensor, "*batch length"]:
     """A caller's positions (L) or (..., L), as they are.
 
     Raises:
@@ -168,9 +170,9 @@ def check_positions(positions: Tensor, name: str, lead: tuple[int, ...], length:
     shape = tuple(positions.shape)
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise ValueError(f"{name} must be whole numbers, the position of each token; got {positions.dtype}")
-    if shape != (length,) and shape != (*lead, length):
+    if shape != (length,) and shape != (*batch_shape, length):
         raise ValueError(
-            f"{name} has shape {shape}; it must be {(*lead, length)} or {(length,)}: a position for each token"
+            f"{name} has shape {shape}; it must be {(*batch_shape, length)} or {(length,)}: a position for each token"
         )
     return positions
 

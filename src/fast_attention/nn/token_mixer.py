@@ -28,13 +28,13 @@ class TokenMixer(Spread, nn.Module):
     """A layer of any mechanism, attention or mixer, with the projections that it needs and no others.
 
     An attention gets ``in_proj``, one linear map to those of queries, keys and values that it reads
-    (``traits.reads``), side by side in this order, and ``out_proj`` after it. A mixer gets neither.
+    (``traits.inputs``), side by side in this order, and ``out_proj`` after it. A mixer gets neither.
 
     Args:
         embed_dim: Width E of the tokens.
         num_heads: Number of heads; must divide ``embed_dim``.
         mechanism: A mechanism, or its name or repr.
-        max_len: Longest sequence, for mechanisms with ``traits.bounded``.
+        max_len: Longest sequence, for mechanisms with ``traits.needs_max_len``.
         bias: Whether the projections have biases.
         num_kv_heads: Heads of keys and values, a divisor of ``num_heads`` (grouped queries); None means ``num_heads``.
             Each serves as many queries' heads in a row; the mechanism, and its state, see it repeated.
@@ -176,10 +176,10 @@ class TokenMixer(Spread, nn.Module):
         for each in (self.mechanism, mechanism):
             if not isinstance(each, Attention):
                 raise Unsupported(f"{each!r} mixes whole tokens and has no heads: its layer has no projections to copy")
-        if missing := [name for name in mechanism.traits.reads if name not in self.mechanism.traits.reads]:
+        if missing := [name for name in mechanism.traits.inputs if name not in self.mechanism.traits.inputs]:
             raise Unsupported(
                 f"{mechanism!r} reads {', '.join(missing)}, and a layer of {self.mechanism!r} has no such projection. "
-                f"What would work: a mechanism that reads {', '.join(self.mechanism.traits.reads)}, or fewer of them"
+                f"What would work: a mechanism that reads {', '.join(self.mechanism.traits.inputs)}, or fewer of them"
             )
         like, bias = self.in_proj.weight, self.in_proj.bias is not None
         mixer = TokenMixer(
@@ -188,7 +188,7 @@ class TokenMixer(Spread, nn.Module):
             dtype=like.dtype,
         )  # fmt: skip
         needed = torch.cat([
-            torch.full((width,), name in mechanism.traits.reads)
+            torch.full((width,), name in mechanism.traits.inputs)
             for name, width in zip(self._projections(), self._widths(), strict=True)
         ])  # fmt: skip
         with torch.no_grad():
@@ -199,7 +199,7 @@ class TokenMixer(Spread, nn.Module):
 
     def _projections(self) -> list[str]:
         """The projections that the mechanism reads, in their order in ``in_proj``."""
-        return [name for name in "qkv" if name in self.mechanism.traits.reads]
+        return [name for name in "qkv" if name in self.mechanism.traits.inputs]
 
     def _positions(self, x: Tensor, positions: Tensor | None, start: Tensor | None = None) -> Tensor:
         """The tokens' positions (L) or (..., L)."""

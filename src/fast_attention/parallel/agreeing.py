@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fast_attention.decoding import State
-from fast_attention.packed import Described
+from fast_attention.packed import PackedLengths
 from fast_attention.parallel import collectives
 from fast_attention.parallel.shards import Call, Shards, member_of
 from fast_attention.parallel.states import leaves
@@ -27,7 +27,7 @@ WORDS = {
 
 
 def agreed(
-    call: Call, inputs: Inputs, error: Exception | None, sequences: Described | None, state: State | None
+    call: Call, inputs: Inputs, error: Exception | None, sequences: PackedLengths | None, state: State | None
 ) -> tuple[Call, Inputs]:
     """The call and its inputs as all processes know them: with everyone's shards, a mask on all of them or on none.
 
@@ -66,7 +66,7 @@ def agreed(
     return call._replace(shards=Shards(group, dist.get_rank(group), queries, keys), key_mask=mask), inputs
 
 
-def _facts(call: Call, inputs: Inputs, sequences: Described | None, state: State | None) -> dict[str, str]:
+def _facts(call: Call, inputs: Inputs, sequences: PackedLengths | None, state: State | None) -> dict[str, str]:
     """Facts that must be equal on all processes, in words."""
     tensors = [f"{tuple(x.shape[:-2])} of width {x.shape[-1]} in {x.dtype}" for x in inputs]
     weights = [x.requires_grad for x in leaves(call.w)]

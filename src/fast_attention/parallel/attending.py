@@ -19,7 +19,7 @@ from fast_attention.decoding import State
 from fast_attention.engine import trace
 from fast_attention.expressions import in_words
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
-from fast_attention.packed import CuSeqlens, Described, Lengths, Packing
+from fast_attention.packed import CuSeqlens, Lengths, PackedLengths, Packing
 from fast_attention.parallel.agreeing import agreed
 from fast_attention.parallel.heads import HEADS
 from fast_attention.parallel.shards import Call, Shards, Sizes, Strategy, shards
@@ -160,7 +160,7 @@ def run(
     return attend(mechanism, q, k, v, w, **options)
 
 
-def _as_many(call: Call, sequences: Described | None) -> None:
+def _as_many(call: Call, sequences: PackedLengths | None) -> None:
     """Raise ``ValueError`` unless causal queries and keys are as many on every process, and in every sequence."""
     queries, keys = call.shards.queries, call.shards.keys
     if queries != keys:
@@ -174,18 +174,18 @@ def _as_many(call: Call, sequences: Described | None) -> None:
 
 def _checked(
     check: Callable[[], None], cu_seqlens: CuSeqlens | None = None, lengths: Lengths | None = None
-) -> tuple[Described | None, Exception | None]:
+) -> tuple[PackedLengths | None, Exception | None]:
     """The packed sequences, and what is wrong with this process's arguments."""
     try:
         check()
-        return packed.described(cu_seqlens, lengths), None
+        return packed.packed_lengths(cu_seqlens, lengths), None
     except (TypeError, ValueError, NotImplementedError) as error:
         return None, error
 
 
 def _call(
     mechanism: Mechanism[Any, Any], w: Any, inputs: tuple[Tensor, ...], group: Any, is_causal: bool,
-    key_mask: Tensor | None, error: Exception | None, sequences: Described | None, state: State | None = None,
+    key_mask: Tensor | None, error: Exception | None, sequences: PackedLengths | None, state: State | None = None,
 ) -> tuple[Call, tuple[Tensor, ...]]:  # fmt: skip
     """The call and its inputs as every process knows them; raises on all processes what is wrong on any."""
     call = Call(mechanism, w, group, is_causal, key_mask)

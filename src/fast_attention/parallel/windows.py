@@ -57,8 +57,8 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     near_k, near_v, *mask = fetched.split([x.shape[-1] for x in columns], -1)
     visible = mask[0][..., 0, :, 0].detach() > 0.5 if mask else None
     end = shards.start + q.shape[-2] + shards.num_keys - shards.length
-    behind = max(wanted[shards.rank][1] - end, 0)  # keys behind the last query, at which rows of zeros stand
-    queries, w = F.pad(q, (0, 0, 0, behind)), checks.weights(mechanism, call.w, q)
+    extra = max(wanted[shards.rank][1] - end, 0)  # keys behind the last query, at which rows of zeros stand
+    queries, w = F.pad(q, (0, 0, 0, extra)), checks.weights(mechanism, call.w, q)
     out = mechanism(queries, near_k, near_v, w, is_causal=call.is_causal, key_mask=visible)
     return collectives.with_gradient(out[..., : q.shape[-2], :], fetched)
 

@@ -12,15 +12,15 @@ import triton.language as tl
 from fast_attention.gpu.exponential.tiles import (
     FLOOR,
     NOTHING,
-    apart,
     column,
+    exceeds_range,
     first_seen,
     line,
     of_tokens,
     rows_of,
     tokens,
 )
-from fast_attention.gpu.tiles import NONE, known, put, row, tile, turned, whole_product
+from fast_attention.gpu.tiles import NONE, load_mask, row, store_tile, tile, turned, whole_product
 
 
 @triton.jit
@@ -133,15 +133,15 @@ def of_queries(
                     BT, BE,
                 )  # fmt: skip
                 y = tokens(K, kt, other, keys, width, VISIBLE, HAS_MASK, BT, BW)
-                is_visible = known(VISIBLE, other, keys, HAS_MASK, BT)[:, None]
+                is_visible = load_mask(VISIBLE, other, keys, HAS_MASK, BT)[:, None]
                 early = other + first_seen(VISIBLE, other, keys, HAS_MASK, BT) > first + rows
                 b = of_tokens(y, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-                far = apart(b, is_visible, 0) & (other == first)
+                far = exceeds_range(b, is_visible, 0) & (other == first)
                 dz += through_keys(z, tl.where(is_visible, b, NOTHING), pairs, early, far, PRECISION, BT)
         dx = tl.dot(dz, rows_of(QROWS, d, D, width, lower, BD, BW), dx, input_precision=PRECISION)
         if TRAINED:
-            put(LOGS + n * length * D, D, first, length, d, D, dz, BT, BD)
-    put(OUT + n * length * width, width, first, length, 0, width, dx * scale, BT, BW)
+            store_tile(LOGS + n * length * D, D, first, length, d, D, dz, BT, BD)
+    store_tile(OUT + n * length * width, width, first, length, 0, width, dx * scale, BT, BW)
 
 
 @triton.jit
@@ -163,11 +163,11 @@ def of_keys(
     VISIBLE += n // heads * mb + n % heads * mh
     STATES += (n * chunks + chunk) * (D * E + 2 * D)
     x = tokens(K, kt, first, keys, width, VISIBLE, HAS_MASK, BT, BW)
-    is_visible = known(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
+    is_visible = load_mask(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
     dx, squares, rows = tl.zeros((BT, BW), tl.float32), tl.zeros((BT,), tl.float32), tl.arange(0, BT)
     for d in range(0, D, BD):
         b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-        far = apart(b, is_visible, 0)
+        far = exceeds_range(b, is_visible, 0)
         b = tl.where(is_visible, b, NOTHING)
         db = through_state(V, vt, first, keys, VISIBLE, STATES, d, D, E, HAS_MASK, PRECISION, BT, BD, BE)
         db += row(STATES + D * E, d, D, BD)[None, :]
@@ -183,13 +183,13 @@ def of_keys(
                 y = tokens(Q, qt, other, length, width, Q, False, BT, BW)
                 g = of_tokens(y, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
                 g -= row(SHIFTS + n * length, other, length, BT)[:, None]
-                reads = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
-                g = tl.where(reads[:, None], g, NOTHING)
+                attends = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
+                g = tl.where(attends[:, None], g, NOTHING)
                 db += through_queries(b, g, pairs, far & (other == first), PRECISION, BT)
         db = tl.where((d + tl.arange(0, BD) < D)[None, :], db, 0.0)
         dx = tl.dot(db, rows_of(KROWS, d, D, width, lower, BD, BW), dx, input_precision=PRECISION)
         squares += tl.sum(db, 1)
         if TRAINED:
-            put(LOGS + n * keys * D, D, first, keys, d, D, db, BT, BD)
+            store_tile(LOGS + n * keys * D, D, first, keys, d, D, db, BT, BD)
     dx = (dx - x.to(tl.float32) * (squares * scale)[:, None]) * scale
-    put(OUT + n * keys * width, width, first, keys, 0, width, dx, BT, BW)
+    store_tile(OUT + n * keys * width, width, first, keys, 0, width, dx, BT, BW)

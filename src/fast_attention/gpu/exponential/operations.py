@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fast_attention.gpu.calls import KernelSet
 from fast_attention.gpu.configurations import exponential
 from fast_attention.gpu.exponential import plain
 from fast_attention.gpu.operations import Passed, Results
 from fast_attention.gpu.tensors import as_bytes, contiguous, kernels, launched, rest_like
-from fast_attention.gpu.walking import Forms
 
 
 def _launching() -> Any:
@@ -58,18 +58,18 @@ def _scan_like(
 
 
 @launched
-def _scan_vjp(inputs: Any, outputs: Any, kept: Any, gradients: Any) -> tuple[Tensor | None, ...]:
+def _scan_vjp(inputs: Any, outputs: Any, saved: Any, gradients: Any) -> tuple[Tensor | None, ...]:
     q, k, v, key_mask, first, query_rows, key_rows, bias, begins = inputs
-    (out, last), (*read, states), (grad, d_last) = outputs, kept, gradients
+    (out, last), (*read, states), (grad, d_last) = outputs, saved, gradients
     trained, D = _trained(query_rows, key_rows), key_rows.shape[-2]
     run, mask = _launch(q, query_rows, key_rows, bias, trained=trained, begins=begins), as_bytes(key_mask, k)
     q, k, v, grad = contiguous(q, k, v, grad)
-    read, behind = _launching().Read(out, *read), _over_scales(d_last, last, D)
+    read, d_carry = _launching().Read(out, *read), _over_scales(d_last, last, D)
     weights = run.denominators(read, grad)
-    behind, whole = run.sums(q, grad, None, behind, read=read, weights=weights)
+    d_carry, whole = run.sums(q, grad, None, d_carry, read=read, weights=weights)
     given = q, k, v, mask, grad, read, weights
     dq, d_queries = run.of_queries(*given, states, is_causal=True)
-    dk, d_keys, dv = run.of_keys(*given, behind, is_causal=True)
+    dk, d_keys, dv = run.of_keys(*given, d_carry, is_causal=True)
     d_first = None if first is None else _at_scales(whole, first, D)
     return dq, dk, dv, None, d_first, _of_rows(d_queries, q), _of_rows(d_keys, k), None, None
 
@@ -86,7 +86,7 @@ def _sums_like(k: Tensor, v: Tensor, key_mask: Any, rows: Tensor, bias: Any, *, 
 
 
 @launched
-def _sums_vjp(inputs: Any, outputs: Any, kept: Any, gradients: Any) -> tuple[Tensor | None, ...]:
+def _sums_vjp(inputs: Any, outputs: Any, saved: Any, gradients: Any) -> tuple[Tensor | None, ...]:
     (k, v, key_mask, key_rows, bias), (sums,) = inputs, outputs
     run = _launch(k, key_rows, key_rows, bias, trained=_trained(key_rows))
     (k, v), mask = contiguous(k, v), as_bytes(key_mask, k)
@@ -109,10 +109,10 @@ def _read_like(q: Tensor, sums: Tensor, query_rows: Tensor, bias: Any, *, keep: 
 
 
 @launched
-def _read_vjp(inputs: Any, outputs: Any, kept: Any, gradients: Any) -> tuple[Tensor | None, ...]:
+def _read_vjp(inputs: Any, outputs: Any, saved: Any, gradients: Any) -> tuple[Tensor | None, ...]:
     q, sums, query_rows, bias = inputs
     run, (q, grad) = _launch(q, query_rows, query_rows, bias, trained=_trained(query_rows)), contiguous(q, gradients[0])
-    read = _launching().Read(*outputs, *kept)
+    read = _launching().Read(*outputs, *saved)
     weights = run.denominators(read, grad)
     whole = run.sums(q, grad, None, None, read=read, weights=weights)[1]
     dq, d_queries = run.of_queries(q, q, grad, None, grad, read, weights, sums.contiguous(), is_causal=False)
@@ -156,9 +156,9 @@ feature_sums = kernels(plain.key_sums, _sums, _sums_vjp, _sums_like)
 feature_read = kernels(plain.read_sums, _read, _read_vjp, _read_like)
 
 
-def forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, begins: Tensor | None = None) -> Forms:
+def kernel_set(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, begins: Tensor | None = None) -> KernelSet:
     """The kernels with one projection; ``begins``: of packed sequences, causal."""
-    return Forms(
+    return KernelSet(
         lambda q, k, v, mask, first: feature_scan(q, k, v, mask, first, query_rows, key_rows, bias, begins),
         lambda k, v, mask: feature_sums(k, v, mask, key_rows, bias),
         lambda q, sums: feature_read(q, sums, query_rows, bias),

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fast_attention.gpu.calls import KernelSet, one_by_one
 from fast_attention.gpu.plain import SMALLEST
-from fast_attention.gpu.walking import Forms, one_by_one
 
 FEW = 16  # tokens
 FLOOR = -1e30
@@ -24,33 +24,33 @@ def scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal outputs behind a first state, and the state after all keys: see ``operations.feature_scan``."""
     if begins is not None:
-        return one_by_one(forms(query_rows, key_rows, bias).scan, q, k, v, key_mask, first, begins)
+        return one_by_one(kernel_set(query_rows, key_rows, bias).scan, q, k, v, key_mask, first, begins)
     a, (b, values) = _logs(q, query_rows, bias), _keys(k, v, key_mask, key_rows, bias)
-    state, outs = apart(first, b.shape[-1]) if first is not None else _nothing(b, values), []
+    state, outs = unpack_state(first, b.shape[-1]) if first is not None else _nothing(b, values), []
     for at in range(0, q.shape[-2], FEW):
         few = slice(at, at + FEW)
         later = torch.ones(a[..., few, :].shape[-2], b[..., few, :].shape[-2], device=q.device).triu(1).bool()
         pairs = a[..., few, None, :] + b[..., None, few, :].masked_fill(later[..., None], -torch.inf)
         outs.append(_read(a[..., few, :], state, pairs, values[..., few, :]))
         state = _after(b[..., few, :], values[..., few, :], state)
-    return torch.cat(outs, -2).to(q.dtype), together(*state)
+    return torch.cat(outs, -2).to(q.dtype), pack_state(*state)
 
 
 def key_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, key_rows: Tensor, bias: Tensor | None) -> Tensor:
     """The state after all keys."""
     b, values = _keys(k, v, key_mask, key_rows, bias)
-    return together(*_after(b, values, _nothing(b, values)))
+    return pack_state(*_after(b, values, _nothing(b, values)))
 
 
 def read_sums(q: Tensor, sums: Tensor, query_rows: Tensor, bias: Tensor | None) -> Tensor:
     """Read a state for every query."""
-    state = apart(sums, query_rows.shape[-2])
+    state = unpack_state(sums, query_rows.shape[-2])
     return _read(_logs(q, query_rows, bias), state, None, state[0]).to(q.dtype)
 
 
-def forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None) -> Forms:
+def kernel_set(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None) -> KernelSet:
     """Plain functions with one projection."""
-    return Forms(
+    return KernelSet(
         lambda q, k, v, mask, first: scan(q, k, v, mask, first, query_rows, key_rows, bias),
         lambda k, v, mask: key_sums(k, v, mask, key_rows, bias),
         lambda q, sums: read_sums(q, sums, query_rows, bias),
@@ -58,14 +58,14 @@ def forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None) -> Forms:
     )
 
 
-def apart(state: Tensor, D: int) -> State:
+def unpack_state(state: Tensor, D: int) -> State:
     """A state's products, sums and scales; these without a gradient."""
     E = state.shape[-1] // D - 2
     products, sums, scales = state.split([D * E, D, D], -1)
     return products.unflatten(-1, (D, E)), sums, scales.detach()
 
 
-def together(products: Tensor, sums: Tensor, scales: Tensor) -> Tensor:
+def pack_state(products: Tensor, sums: Tensor, scales: Tensor) -> Tensor:
     """(..., D E + 2 D)."""
     return torch.cat([products.flatten(-2), sums, scales], -1)
 

@@ -10,8 +10,8 @@ import triton.language as tl
 from fast_attention.gpu.exponential.tiles import (
     FLOOR,
     NOTHING,
-    apart,
     column,
+    exceeds_range,
     first_seen,
     of_tokens,
     tokens,
@@ -19,7 +19,7 @@ from fast_attention.gpu.exponential.tiles import (
     turned_tokens,
 )
 from fast_attention.gpu.reading import SMALLEST
-from fast_attention.gpu.tiles import NONE, cut, known, put, row, tile, whole_product
+from fast_attention.gpu.tiles import NONE, load_mask, round_tf32, row, store_tile, tile, whole_product
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def of_state(
         z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
         z += row(STATES + D * E + D, d, D, BD)[None, :]
         larger = tl.maximum(largest, tl.max(z, 1))
-        features, shrink = cut(tl.exp(z - larger[:, None]), PRECISION), tl.exp(largest - larger)
+        features, shrink = round_tf32(tl.exp(z - larger[:, None]), PRECISION), tl.exp(largest - larger)
         state = tile(STATES, E, d, D, e, E, STATES, 0.0, NONE, False, BD, BE)
         numerator = whole_product(features, state, numerator * shrink[:, None], PRECISION)
         denominator = denominator * shrink + tl.sum(features * row(STATES + D * E, d, D, BD)[None, :], 1)
@@ -59,18 +59,18 @@ def of_state(
 
 @triton.jit
 def of_block(
-    x, y, is_visible, early, beside, largest, numerator, denominator, QROWS, KROWS, BIAS, D, width, lower, scale,
+    x, y, is_visible, early, is_diagonal, largest, numerator, denominator, QROWS, KROWS, BIAS, D, width, lower, scale,
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """The weights of queries x for keys y (BW, BT), and sums so far, all over the larger of old and new terms.
 
-    ``beside``: the keys are those beside the queries; queries that are ``early`` see none of them.
+    ``is_diagonal``: the keys are those beside the queries; queries that are ``early`` see none of them.
     """
     pairs = tl.zeros((BT, BT), tl.float32)
     for d in range(0, D, BD):
         z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
         b = turned_of_tokens(y, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-        far = apart(b, is_visible, 1) & beside
+        far = exceeds_range(b, is_visible, 1) & is_diagonal
         b = tl.where(is_visible, b, NOTHING)
         if far:
             largest, pairs, numerator, denominator = one_by_one(z, b, largest, pairs, numerator, denominator, BT)
@@ -111,24 +111,24 @@ def outputs(
     if CAUSAL:
         for other in range(chunk * CHUNK, first + BT, BT):
             y = turned_tokens(K, kt, other, keys, width, VISIBLE, HAS_MASK, BT, BW)
-            is_visible = known(VISIBLE, other, keys, HAS_MASK, BT)[None, :]
+            is_visible = load_mask(VISIBLE, other, keys, HAS_MASK, BT)[None, :]
             early = other + first_seen(VISIBLE, other, keys, HAS_MASK, BT) > first + tl.arange(0, BT)
             largest, pairs, numerator, denominator = of_block(
                 x, y, is_visible, early, other == first, largest, numerator, denominator, QROWS, KROWS, BIAS, D, width,
                 lower, scale, HAS_BIAS, PRECISION, BT, BD, BW,
             )  # fmt: skip
             pairs = tl.where(other + tl.arange(0, BT)[None, :] > first + tl.arange(0, BT)[:, None], 0.0, pairs)
-            pairs = cut(pairs, PRECISION)
+            pairs = round_tf32(pairs, PRECISION)
             v = tile(V, vt, other, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
             numerator = tl.dot(pairs, v, numerator, input_precision=PRECISION)
             denominator += tl.sum(pairs, 1)
     nothing = denominator < SMALLEST
     factors = tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, denominator))
     out = numerator * factors[:, None]
-    put(OUT + n * length * E, E, first, length, e, E, out, BT, BE)
+    store_tile(OUT + n * length * E, E, first, length, e, E, out, BT, BE)
     if KEEP:
         rounded = out - out.to(OUT.dtype.element_ty).to(tl.float32)
-        put(REST + n * length * E, E, first, length, e, E, rounded, BT, BE)
+        store_tile(REST + n * length * E, E, first, length, e, E, rounded, BT, BE)
     rows = first + tl.arange(0, BT)
     tl.store(FACTORS + n * length + rows, factors, mask=(rows < length) & (e == 0))
     tl.store(SHIFTS + n * length + rows, largest, mask=(rows < length) & (e == 0))

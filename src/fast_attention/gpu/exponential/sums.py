@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, turned_of_tokens, turned_tokens
-from fast_attention.gpu.tiles import NONE, cut, known, row, tile, whole_product
+from fast_attention.gpu.tiles import NONE, load_mask, round_tf32, row, tile, whole_product
 
 
 @triton.jit
@@ -44,9 +44,9 @@ def chunk_sums(
             z = tl.where((factors != 0)[None, :], z - row(SHIFTS + n * length, first, length, BT)[None, :], NOTHING)
             v *= factors[:, None]
         else:
-            z = tl.where(known(VISIBLE, first, length, HAS_MASK, BT)[None, :], z, NOTHING)
+            z = tl.where(load_mask(VISIBLE, first, length, HAS_MASK, BT)[None, :], z, NOTHING)
         larger = tl.maximum(largest, tl.max(z, 1))
-        features, shrink = cut(tl.exp(z - larger[:, None]), PRECISION), tl.exp(largest - larger)
+        features, shrink = round_tf32(tl.exp(z - larger[:, None]), PRECISION), tl.exp(largest - larger)
         if QUERIES:
             sums = sums * shrink + tl.sum(features * row(WEIGHTS + n * length, first, length, BT)[None, :], 1)
             products = whole_product(features, v, products * shrink[:, None], PRECISION)
@@ -97,15 +97,15 @@ def running_sums(
         state = STATES + (n * chunks + chunk) * numbers
         if PACKED and not REVERSED:
             products, sums, scales = dropped(products, sums, scales, tl.load(BEGINS + chunk) != 0)
-        more = tl.load(state + at, mask=inside, other=0.0)
-        further = tl.load(state + D * E + columns, mask=some, other=0.0)
-        theirs = tl.load(state + D * E + D + columns, mask=some, other=FLOOR)
+        new_products = tl.load(state + at, mask=inside, other=0.0)
+        new_sums = tl.load(state + D * E + columns, mask=some, other=0.0)
+        new_scales = tl.load(state + D * E + D + columns, mask=some, other=FLOOR)
         tl.store(state + at, products, mask=inside)
         tl.store(state + D * E + columns, sums, mask=some)
         tl.store(state + D * E + D + columns, scales, mask=some)
-        larger = tl.maximum(scales, theirs)
-        a, b = tl.exp(scales - larger), tl.exp(theirs - larger)
-        products, sums, scales = products * a[:, None] + more * b[:, None], sums * a + further * b, larger
+        larger = tl.maximum(scales, new_scales)
+        a, b = tl.exp(scales - larger), tl.exp(new_scales - larger)
+        products, sums, scales = products * a[:, None] + new_products * b[:, None], sums * a + new_sums * b, larger
         if PACKED and REVERSED:
             products, sums, scales = dropped(products, sums, scales, tl.load(BEGINS + chunk) != 0)
     LAST += n * numbers

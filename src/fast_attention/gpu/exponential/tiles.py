@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from fast_attention.gpu.tiles import known, row
+from fast_attention.gpu.tiles import load_mask, row
 
 FLOOR = tl.constexpr(-1e30)  # the logarithm of nothing, as in ``engine.scan``
 SLACK = tl.constexpr(40.0)  # how far the logarithms of a block's keys may lie apart: beyond, pairs are taken one by one
@@ -21,7 +21,7 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 def tokens(pointer, stride, first, length, width, visible, HAS_MASK: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
     """Tokens ``first`` on, (BT, BW), as they lie in memory."""
     rows, columns = first + tl.arange(0, BT), tl.arange(0, BW)
-    inside = known(visible, first, length, HAS_MASK, BT)[:, None] & (columns < width)[None, :]
+    inside = load_mask(visible, first, length, HAS_MASK, BT)[:, None] & (columns < width)[None, :]
     return tl.load(pointer + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
 
@@ -31,7 +31,7 @@ def turned_tokens(
 ):
     """Load a tile of tokens as columns, (BW, BT)."""
     rows, columns = first + tl.arange(0, BT), tl.arange(0, BW)
-    inside = (columns < width)[:, None] & known(visible, first, length, HAS_MASK, BT)[None, :]
+    inside = (columns < width)[:, None] & load_mask(visible, first, length, HAS_MASK, BT)[None, :]
     return tl.load(pointer + rows.to(tl.int64)[None, :] * stride + columns[:, None], mask=inside, other=0.0)
 
 
@@ -95,7 +95,7 @@ def rows_of(ROWS, d, D, width, lower, BD: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
-def apart(z, is_visible, axis: tl.constexpr):
+def exceeds_range(z, is_visible, axis: tl.constexpr):
     """Whether the logarithms of a block's keys lie too far apart for one scale a feature."""
     top = tl.max(tl.where(is_visible, z, FLOOR), axis)
     low = tl.min(tl.where(is_visible, z, -FLOOR), axis)
@@ -105,7 +105,7 @@ def apart(z, is_visible, axis: tl.constexpr):
 @triton.jit
 def first_seen(visible, first, length, HAS_MASK: tl.constexpr, ROWS: tl.constexpr):
     """The first token of a block that is is_visible, from the block's begin; ROWS where none is."""
-    is_visible = known(visible, first, length, HAS_MASK, ROWS)
+    is_visible = load_mask(visible, first, length, HAS_MASK, ROWS)
     return tl.min(tl.where(is_visible, tl.arange(0, ROWS), ROWS), 0)
 
 

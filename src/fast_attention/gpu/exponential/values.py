@@ -8,15 +8,15 @@ import triton.language as tl
 from fast_attention.gpu.exponential.tiles import (
     FLOOR,
     NOTHING,
-    apart,
     column,
+    exceeds_range,
     first_seen,
     of_tokens,
     tokens,
     turned_of_tokens,
     turned_tokens,
 )
-from fast_attention.gpu.tiles import NONE, known, put, row, tile
+from fast_attention.gpu.tiles import NONE, load_mask, row, store_tile, tile
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def of_values(
     QROWS, KROWS, BIAS = QROWS + n % heads * D * width, KROWS + n % heads * D * width, BIAS + n % heads * D
     STATES += (n * chunks + chunk) * (D * E + 2 * D)
     x = tokens(K, kt, first, keys, width, VISIBLE, HAS_MASK, BT, BW)
-    is_visible = known(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
+    is_visible = load_mask(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
     total, rows = tl.zeros((BT, BE), tl.float32), tl.arange(0, BT)
     for d in range(0, D, BD):
         b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
@@ -63,15 +63,15 @@ def of_values(
             pairs = tl.zeros((BT, BT), tl.float32)
             factors = row(FACTORS + n * length, other, length, BT)
             y = turned_tokens(Q, qt, other, length, width, Q, False, BT, BW)
-            reads = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
+            attends = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
             for d in range(0, D, BD):
                 b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-                far = apart(b, is_visible, 0) & (other == first)
+                far = exceeds_range(b, is_visible, 0) & (other == first)
                 b = tl.where(is_visible, b, NOTHING)
                 g = turned_of_tokens(y, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
                 g -= row(SHIFTS + n * length, other, length, BT)[None, :]
-                pairs = add_pairs(pairs, b, tl.where(reads[None, :], g, NOTHING), far, PRECISION, BT)
+                pairs = add_pairs(pairs, b, tl.where(attends[None, :], g, NOTHING), far, PRECISION, BT)
             pairs = tl.where(other + rows[None, :] < first + rows[:, None], 0.0, pairs)
             grad = tile(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors[:, None]
             total = tl.dot(pairs, grad, total, input_precision=PRECISION)
-    put(OUT + n * keys * E, E, first, keys, e, E, total, BT, BE)
+    store_tile(OUT + n * keys * E, E, first, keys, e, E, total, BT, BE)

@@ -45,13 +45,13 @@ def of_queries(
     for back in range(0, last - first):
         t = last - 1 - back
         row = n * length + t
-        more, further, dq = of_query(Q, OUT, REST, GRAD, t, qt, gt, row, columns, C, GATED, HAS_REST)
+        d_numerator, d_denominator, dq = of_query(Q, OUT, REST, GRAD, t, qt, gt, row, columns, C, GATED, HAS_REST)
         if CAUSAL:
             log = numbers(LOGS + row * C, columns, C)
             decay = tl.exp(tl.minimum(log - scale, 0.0))  # of nothing, in the first step
-            a, b, scale = a * decay + more, b * decay + further, log
+            a, b, scale = a * decay + d_numerator, b * decay + d_denominator, log
         else:
-            a, b = a + more, b + further
+            a, b = a + d_numerator, b + d_denominator
         if GATED:
             tl.store(DQ + row * C + columns, dq.to(DQ.dtype.element_ty), mask=inside)
     write_pool(SUMS + (n * chunks + chunk) * 3 * C, columns, C, scale, a, b)
@@ -66,10 +66,10 @@ def running_sums(SUMS, AFTER, LAST, BEGINS, C, chunks, CAUSAL: tl.constexpr, PAC
         scale, a, b = read_pool(AFTER + n * 3 * C, columns, C)
     for back in range(0, chunks):
         where = SUMS + (n * chunks + chunks - 1 - back) * 3 * C
-        log, more, further = read_pool(where, columns, C)
+        log, d_numerator, d_denominator = read_pool(where, columns, C)
         write_pool(where, columns, C, scale, a, b)
         decay = tl.exp(log - scale) if CAUSAL else 1.0
-        a, b, scale = a * decay + more, b * decay + further, log
+        a, b, scale = a * decay + d_numerator, b * decay + d_denominator, log
         if PACKED:  # nothing, over what is larger than all
             begins = tl.load(BEGINS + chunks - 1 - back) != 0
             a, b, scale = tl.where(begins, 0.0, a), tl.where(begins, 0.0, b), tl.where(begins, -FLOOR, scale)
@@ -95,10 +95,10 @@ def of_keys(
         t = last - 1 - back
         row = n * length + t
         if CAUSAL:
-            more, further, _ = of_query(Q, OUT, REST, GRAD, t, qt, gt, row, columns, C, GATED, HAS_REST)
+            d_numerator, d_denominator, _ = of_query(Q, OUT, REST, GRAD, t, qt, gt, row, columns, C, GATED, HAS_REST)
             log = numbers(LOGS + row * C, columns, C)
             decay = tl.exp(log - scale)
-            a, b, scale = a * decay + more, b * decay + further, log
+            a, b, scale = a * decay + d_numerator, b * decay + d_denominator, log
         k, v, shown = key(K, V, kt, vt, t, columns, C, VISIBLE, HAS_MASK)
         weight = tl.exp(tl.where(shown, k - scale, FLOOR))
         tl.store(DK + row * C + columns, (weight * (v * a - b)).to(DK.dtype.element_ty), mask=inside)

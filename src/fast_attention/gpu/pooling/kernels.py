@@ -42,11 +42,11 @@ def key(K, V, kt, vt, t, columns, width, visible, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
-def joined(top, numerator, denominator, other, more, further):
+def joined(top, numerator, denominator, other, other_numerator, other_denominator):
     """Two pools as one."""
     larger = tl.maximum(top, other)
     a, b = tl.exp(top - larger), tl.exp(other - larger)
-    return larger, numerator * a + more * b, denominator * a + further * b
+    return larger, numerator * a + other_numerator * b, denominator * a + other_denominator * b
 
 
 @triton.jit
@@ -120,9 +120,9 @@ def running_pools(
             begins = tl.load(BEGINS + chunk) != 0
             top = tl.where(begins, FLOOR, top)
             numerator, denominator = tl.where(begins, 0.0, numerator), tl.where(begins, 0.0, denominator)
-        other, more, further = read_pool(where, columns, C)
+        other, other_numerator, other_denominator = read_pool(where, columns, C)
         write_pool(where, columns, C, top, numerator, denominator)
-        top, numerator, denominator = joined(top, numerator, denominator, other, more, further)
+        top, numerator, denominator = joined(top, numerator, denominator, other, other_numerator, other_denominator)
     write_pool(LAST + n * 3 * C, columns, C, top, numerator, denominator)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fast_attention.gpu.calls import KernelSet
 from fast_attention.gpu.operations import Passed
 from fast_attention.gpu.pooling import plain
 from fast_attention.gpu.tensors import as_bytes, contiguous, kernels, launched, rest_like
-from fast_attention.gpu.walking import Forms
 
 
 def _launch(x: Tensor, begins: Tensor | None = None) -> Any:
@@ -48,8 +48,8 @@ def _scan_like(q: Tensor, *others: Any, keep: bool, gated: bool) -> Passed:
 
 
 @launched
-def _scan_vjp(inputs: Any, outputs: Any, kept: Any, gradients: Any, *, gated: bool) -> tuple[Tensor | None, ...]:
-    (q, k, v, key_mask, first, begins), (out, last), (rest, logs), (grad, d_last) = inputs, outputs, kept, gradients
+def _scan_vjp(inputs: Any, outputs: Any, saved: Any, gradients: Any, *, gated: bool) -> tuple[Tensor | None, ...]:
+    (q, k, v, key_mask, first, begins), (out, last), (rest, logs), (grad, d_last) = inputs, outputs, saved, gradients
     (q, k, v, grad), mask, run, C = contiguous(q, k, v, grad), as_bytes(key_mask, k), _launch(k, begins), k.shape[-1]
     top, d_numerator, d_denominator = last[..., :C], d_last[..., C : 2 * C], d_last[..., 2 * C :]
     after = torch.cat([top, d_numerator, -d_denominator], -1)
@@ -73,7 +73,7 @@ def _sums_like(k: Tensor, *others: Any, keep: bool) -> Passed:
 
 
 @launched
-def _sums_vjp(inputs: Any, outputs: Any, kept: Any, gradients: Any) -> tuple[Tensor | None, ...]:
+def _sums_vjp(inputs: Any, outputs: Any, saved: Any, gradients: Any) -> tuple[Tensor | None, ...]:
     (k, v, key_mask), (pool,), (d_pool,) = inputs, outputs, gradients
     (k, v), mask, C = contiguous(k, v), as_bytes(key_mask, k), k.shape[-1]
     sums = torch.cat([pool[..., :C], d_pool[..., C : 2 * C], -d_pool[..., 2 * C :]], -1)
@@ -92,8 +92,8 @@ def _read_like(q: Tensor, pool: Tensor, *, keep: bool, gated: bool) -> Passed:
 
 
 @launched
-def _read_vjp(inputs: Any, outputs: Any, kept: Any, gradients: Any, *, gated: bool) -> tuple[Tensor | None, ...]:
-    (q, pool), (out,), (rest,) = inputs, outputs, kept
+def _read_vjp(inputs: Any, outputs: Any, saved: Any, gradients: Any, *, gated: bool) -> tuple[Tensor | None, ...]:
+    (q, pool), (out,), (rest,) = inputs, outputs, saved
     (q, grad), (_, _, denominator) = contiguous(q, gradients[0]), pool.chunk(3, -1)
     dq, _, whole = _launch(q).of_queries(q, out, rest, q, grad, None, gated=gated)
     nothing = denominator == 0
@@ -107,9 +107,9 @@ pool_sums = kernels(plain.sums, _sums, _sums_vjp, _sums_like)
 pool_read = kernels(plain.read, _read, _read_vjp, _read_like)
 
 
-def forms(gated: bool, begins: Tensor | None = None) -> Forms:
+def kernel_set(gated: bool, begins: Tensor | None = None) -> KernelSet:
     """The kernels; ``begins``: of packed sequences, causal."""
-    return Forms(
+    return KernelSet(
         lambda q, k, v, mask, first: pool_scan(q, k, v, mask, first, begins, gated=gated),
         pool_sums,
         lambda q, pool: pool_read(q, pool, gated=gated),

@@ -173,10 +173,12 @@ def _one_text(
     sinks: Tensor | None, bias: Positions | None, cap: float | None,
 ) -> Tensor:  # fmt: skip
     """Attention of texts of equal length, (B, H, L, E), each of which is one row."""
-    back, ahead, (length, keys), causal = seen.back, seen.ahead, (q.shape[-2], k.shape[-2]), seen.is_causal
-    right = 0 if causal else max(length, keys) - 1 if ahead is None else ahead  # the first query may be before all keys
-    left = keys - 1 if back is None else back
-    is_whole = left >= keys - 1 and (causal or ahead is None or ahead >= length - 1)
+    keys_left, keys_right, causal = seen.keys_left, seen.keys_right, seen.is_causal
+    length, keys = q.shape[-2], k.shape[-2]
+    right = max(length, keys) - 1 if keys_right is None else keys_right  # the first query may be before all keys
+    right = 0 if causal else right
+    left = keys - 1 if keys_left is None else keys_left
+    is_whole = left >= keys - 1 and (causal or keys_right is None or keys_right >= length - 1)
     if is_whole and sinks is None and bias is None and cap is None and (not causal or length == keys):
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(

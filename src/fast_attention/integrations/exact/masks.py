@@ -31,11 +31,11 @@ def shortest(dtype: torch.dtype) -> int:
     return SHORTEST if dtype.itemsize >= 4 else 2 * SHORTEST
 
 
-def pays_from(back: int | None, ahead: int | None, dtype: torch.dtype = torch.float32) -> int:
+def pays_from(keys_left: int | None, keys_right: int | None, dtype: torch.dtype = torch.float32) -> int:
     """From how many keys on a window pays: where it leaves out enough of them."""
-    if back is None and ahead is None:
+    if keys_left is None and keys_right is None:
         return shortest(dtype)
-    sides = [0 if side is None else side for side in (back, ahead)]
+    sides = [0 if side is None else side for side in (keys_left, keys_right)]
     return max(shortest(dtype), -(-int(PER_WINDOW * (sum(sides) + ROWS)) // 64) * 64)
 
 
@@ -150,8 +150,8 @@ def _pays(seen: Visibility, positions: Positions, before: str, settings: dict[st
     """Whether a form of ours is faster than what ran before, by sizes alone."""
     if before == "eager":
         return True
-    if seen.back is not None or seen.ahead is not None:
-        return positions.keys >= pays_from(seen.back, seen.ahead, settings.get("dtype", torch.float32))
+    if seen.keys_left is not None or seen.keys_right is not None:
+        return positions.keys >= pays_from(seen.keys_left, seen.keys_right, settings.get("dtype", torch.float32))
     return seen.tokens is not None or seen.sequences is not None
 
 

@@ -155,10 +155,11 @@ def described(call: Call, model: Any) -> tuple[str, str, int | None, int | None]
         size = int((seen.sequences[0] == 0).sum())
         start = max(size + 1, shortest)
         return f"{order}attention in chunks of {size:,} tokens{extra}", "each chunk by itself", start, shortest
-    if seen.back is not None or seen.ahead is not None:
-        ahead = "" if call.is_causal else f" and {seen.ahead:,} ahead" if seen.ahead is not None else " and all ahead"
-        window = f"a window of {seen.back:,} tokens back{ahead}" if seen.back is not None else f"a window{ahead}"
-        start = shortest if named == masks.NAMES["eager"] else masks.pays_from(seen.back, seen.ahead, dtype)
+    if seen.keys_left is not None or seen.keys_right is not None:
+        window = "a window" if seen.keys_left is None else f"a window of {seen.keys_left:,} tokens back"
+        if not call.is_causal:
+            window += f" and {'all' if seen.keys_right is None else format(seen.keys_right, ',')} ahead"
+        start = shortest if named == masks.NAMES["eager"] else masks.pays_from(seen.keys_left, seen.keys_right, dtype)
         return f"{order}attention in {window}{extra}", "in tiles", start, shortest
     what = f"{order or 'full '}attention{extra}"
     if named == masks.NAMES["eager"]:

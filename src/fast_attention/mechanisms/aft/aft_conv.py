@@ -53,7 +53,7 @@ class AFTConv(Attention[ConvKernel, WindowState]):
         paper="Zhai et al. 2021, arXiv 2105.14103",
         formula="sigmoid(q_i) * sum_j exp(k_j + w_(j-i)) v_j / sum_j exp(k_j + w_(j-i)), w = 0 outside the kernel",
         cost="n w d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=PLAIN,
         causal=True,
         padding=True,

@@ -4,7 +4,7 @@ AFT-full in tiles: ``sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + 
 
 The values of all sequences lie side by side, so that a chunk of queries is one wide product of exp(w) with exp(k) v and
 exp(k). Causal chunks multiply with the keys up to their end only. There all queries share one log scale per channel,
-for keys that never rise far above the first (``in_range``); others take ``reference_biased.full_causal``.
+for keys that never rise far above the first (``one_scale_is_enough``); others take ``reference_biased.full_causal``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS = 256  # queries per product
 RANGE = 40.0  # keys may rise by this, and biases differ by this: sums stay above exp(-80), float32 ends at exp(-87)
 
 
-def in_range(k: Tensor, bias: Tensor, *, any_masked: bool) -> bool:
+def one_scale_is_enough(k: Tensor, bias: Tensor, *, any_masked: bool) -> bool:
     """Whether one log scale per channel serves every causal query, and the biases need none beside it."""
     if k.shape[-2] == 0:
         return True
@@ -48,11 +48,11 @@ def products(
 
     ``longest`` as in ``reference_biased.full_causal``.
     """
-    both = reference.with_ones(k, v)
+    values_and_ones = reference.with_ones(k, v)
     if is_causal:
-        sums = reference_biased.full_causal(bias, k, both, longest=longest)
+        sums = reference_biased.full_causal(bias, k, values_and_ones, longest=longest)
     else:
-        sums = reference_biased.full(bias, k, both)
+        sums = reference_biased.full(bias, k, values_and_ones)
     return q.sigmoid() * reference.mean(sums, v.shape[-1])
 
 
@@ -77,23 +77,23 @@ def _forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     terms, out = _terms(k, v), torch.empty_like(q)
     flat = terms.flatten(1)
-    kept = torch.empty_like(q) if keep else None
+    saved = torch.empty_like(q) if keep else None
     sums = k.new_empty(min(ROWS, q.shape[-2]), *terms.shape[1:])
     workspace = k.new_empty(len(sums) * k.shape[-2])
     for at in chunks_of(ROWS, q.shape[-2]):
         weights, rows = _weights(bias, at, is_causal, workspace), sums[: at.stop - at.start]
         torch.mm(weights, flat[: weights.shape[1]], out=rows.flatten(1))
         denominators = fast.gate(q[..., at, :], rows.movedim(0, -2), out[..., at, :], any_masked=any_masked)
-        if kept is not None:
-            kept[..., at, :] = denominators
-    return out, () if kept is None else (kept,)
+        if saved is not None:
+            saved[..., at, :] = denominators
+    return out, () if saved is None else (saved,)
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Any, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Any, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, is_causal: bool, any_masked: bool, longest: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    (q, k, v, bias), (out,), (denominators,), (g,) = inputs, outputs, kept, gradients
+    (q, k, v, bias), (out,), (denominators,), (g,) = inputs, outputs, saved, gradients
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     d_bias = torch.zeros_like(bias) if bias.requires_grad else None
     terms = _terms(k, v)
@@ -113,8 +113,8 @@ def _backward(
 
 
 def _serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, any_masked: bool, longest: int) -> str:
-    served = not is_causal or in_range(k, bias, any_masked=any_masked)
-    return "" if served else "causal, and keys or biases lie too far apart for one log scale"
+    fits = not is_causal or one_scale_is_enough(k, bias, any_masked=any_masked)
+    return "" if fits else "causal, and keys or biases lie too far apart for one log scale"
 
 
 def _path(*tensors: Tensor, is_causal: bool, **settings: Any) -> str:
@@ -184,13 +184,13 @@ class AFTFull(Attention[PositionBias | FactoredBias, None]):
         paper="Zhai et al. 2021, arXiv 2105.14103",
         formula="sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)",
         cost="n^2 d",
-        order=2.0,
+        complexity_exponent=2.0,
         gpu=SCORES,
         causal=True,
         padding=True,
         cross=True,
         positions="absolute",
-        bounded=True,
+        needs_max_len=True,
         matrix=False,  # a matrix for each channel
         learned=True,
     )

@@ -4,7 +4,7 @@ AFT with biases in a window, in tiles, with its gradient: never a subtraction, s
 
 A block of ``size`` queries is one product with the keys of its block and the neighbouring ones (``reach`` tokens on
 both sides, or before it only), weights exp(w) in the window and 1 around it; blocks further away come in by their
-sums. All queries share one log scale per channel (``in_range``); others take ``reference_biased.windowed``.
+sums. All queries share one log scale per channel (``one_scale_is_enough``); others take ``reference_biased.windowed``.
 
 Blocks of tokens with their neighbours, and the weights of a window around each query, laid out for products.
 
@@ -157,7 +157,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, keep: bool, plan: Plan
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     terms, out = _terms(k, v, plan), torch.empty_like(q)
-    kept = torch.empty_like(q) if keep else None
+    saved = torch.empty_like(q) if keep else None
     around = _around(terms, plan, before=True, after=not plan.is_causal)
     chunks = _chunks(terms, plan)
     weights = Weights(band, plan, chunks[0].stop)
@@ -171,13 +171,13 @@ def _forward(
                 sums.add_(around[group, at, None])
             rows = sums.view(-1, *terms.all.shape[2:])[: tokens.stop - tokens.start]
             denominators = fast.gate(queries[group, tokens], rows, outputs[group, tokens], any_masked=plan.any_masked)
-            if kept is not None:
-                grouped(kept, plan)[group, tokens] = denominators
-    return out, () if kept is None else (kept,)
+            if saved is not None:
+                grouped(saved, plan)[group, tokens] = denominators
+    return out, () if saved is None else (saved,)
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Any, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Any, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, plan: Plan,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     (q, k, v, band), d_inputs = inputs, [torch.empty_like(x) for x in inputs[:3]]
@@ -187,7 +187,7 @@ def _backward(
     chunks = _chunks(terms, plan)
     weights = Weights(band, plan, chunks[0].stop)
     workspace = k.new_empty(chunks[0].stop, plan.size, terms.width)
-    sides = [grouped(x, plan) for x in (q, gradients[0], outputs[0], kept[0], d_inputs[0])]
+    sides = [grouped(x, plan) for x in (q, gradients[0], outputs[0], saved[0], d_inputs[0])]
     totals = k.new_empty(len(terms.all), terms.count, terms.width)
     for group in range(len(terms.all)):
         for at in chunks:
@@ -234,7 +234,7 @@ _FAST = Fast(_forward, _backward)
 _BLOCKS = Operation(_plain, cpu=_FAST, cuda=_FAST)
 
 
-def in_range(k: Tensor, band: Tensor, plan: Plan) -> bool:
+def one_scale_is_enough(k: Tensor, band: Tensor, plan: Plan) -> bool:
     """Whether one log scale per channel serves every query, and the biases need none beside it."""
     fits = band.detach().abs().amax() <= RANGE
     if plan.is_causal or plan.strict:
@@ -267,7 +267,7 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) -> 
     plan = _whole_plan(q, k, v, band, **settings)
     if not (plan.shared or band.shape[1] == 1):
         return "every head has biases of its own for every position: blocks could share them neither way"
-    return "" if in_range(k, band, plan) else "keys or biases lie too far apart for one log scale"
+    return "" if one_scale_is_enough(k, band, plan) else "keys or biases lie too far apart for one log scale"
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) -> Tensor:
@@ -324,24 +324,24 @@ class WindowState(NamedTuple):
     """State for decoding: the last ``window - 1`` keys, and in front of them the pool of all earlier ones as a key."""
 
     scores: Float[Tensor, "*batch window width"]
-    both: Float[Tensor, "*batch window both"]
+    values_and_ones: Float[Tensor, "*batch window both"]
     position: Int[Tensor, ""]  # tokens so far
 
 
 def one_row(
     biases: Float[Tensor, "#heads 1 window"],
     scores: Float[Tensor, "*batch heads keys width"],
-    both: Float[Tensor, "*batch heads keys both"],
+    values_and_ones: Float[Tensor, "*batch heads keys both"],
     *,
     strict: bool,
 ) -> Float[Tensor, "*batch heads 1 both"]:
     """The sums of one new token, up to a factor, over its window and the row of all earlier keys in front of it."""
     if strict:
-        scores, both = scores[..., 1:, :], both[..., 1:, :]
+        scores, values_and_ones = scores[..., 1:, :], values_and_ones[..., 1:, :]
     else:
         biases = F.pad(biases, (1, 0))
     scores = scores + biases.mT
-    return reference.pooled(scores, both).sums
+    return reference.pooled(scores, values_and_ones).sums
 
 
 def advanced(
@@ -349,24 +349,29 @@ def advanced(
 ) -> tuple[Tensor, WindowState]:
     """The outputs of N new tokens after ``state``, and the state after them; ``band`` (heads or 1, N or 1, taps)."""
     window, length = band.shape[-1] // 2 + 1, k.shape[-2]
-    scores, both = reference.terms(k, v, key_mask)
+    scores, values_and_ones = reference.terms(k, v, key_mask)
     if state is None:
         start = (0, 0, window, 0)
-        scores, both = F.pad(scores, start, value=FLOOR), F.pad(both, start)
+        scores, values_and_ones = F.pad(scores, start, value=FLOOR), F.pad(values_and_ones, start)
         position = torch.zeros((), dtype=torch.long, device=k.device)
     else:
-        scores, both = torch.cat([state.scores, scores], -2), torch.cat([state.both, both], -2)
+        scores, values_and_ones = (
+            torch.cat([state.scores, scores], -2),
+            torch.cat([state.values_and_ones, values_and_ones], -2),
+        )
         position = state.position
     if not symbolic() and length == 1:
         trace.record("one token against its window", "decoding token by token", window=window)
-        sums = one_row(band[..., :window], scores, both, strict=strict)
+        sums = one_row(band[..., :window], scores, values_and_ones, strict=strict)
     else:
         if band.shape[-2] > 1:
             band = F.pad(band, (0, 0, window, 0))
-        sums = reference_biased.windowed(band, scores, both, is_causal=True, strict=strict)[..., window:, :]
-    past = reference.pooled(scores[..., : length + 1, :], both[..., : length + 1, :])
-    scores, both = reference.prepended(past, scores[..., length + 1 :, :], both[..., length + 1 :, :])
-    return q.sigmoid() * reference.mean(sums, v.shape[-1]), WindowState(scores, both, position + length)
+        sums = reference_biased.windowed(band, scores, values_and_ones, is_causal=True, strict=strict)[..., window:, :]
+    past = reference.pooled(scores[..., : length + 1, :], values_and_ones[..., : length + 1, :])
+    scores, values_and_ones = reference.prepended(
+        past, scores[..., length + 1 :, :], values_and_ones[..., length + 1 :, :]
+    )
+    return q.sigmoid() * reference.mean(sums, v.shape[-1]), WindowState(scores, values_and_ones, position + length)
 
 
 @dataclass(frozen=True, repr=False)
@@ -387,13 +392,13 @@ class AFTLocal(Attention[Band, WindowState]):
         paper="Zhai et al. 2021, arXiv 2105.14103",
         formula="sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij), w_ij = 0 for |i - j| >= w",
         cost="n w d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=PLAIN,
         causal=True,
         padding=True,
         memory="window",
         positions="absolute",
-        bounded=True,
+        needs_max_len=True,
         matrix=False,  # a matrix for each channel
         learned=True,
     )

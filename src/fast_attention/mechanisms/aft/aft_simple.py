@@ -45,7 +45,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         paper="Zhai et al. 2021, arXiv 2105.14103",
         formula="sigmoid(q_i) * sum_j exp(k_j) v_j / sum_j exp(k_j)",
         cost="n d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=KERNELS,
         causal=True,
         padding=True,
@@ -77,7 +77,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         """Outputs of new tokens, and the pool of all keys up to the last."""
         same_width(self, k, v)
         if why := gpu.serves(q, k, v, key_mask):
-            operation.unserved(q, why)
+            operation.log_fallback(q, why)
             return self._advance(q, k, v, w, state, key_mask=key_mask)
         return gpu.advance(q, k, v, key_mask, state)
 
@@ -86,21 +86,22 @@ class AFTSimple(Attention[tuple[()], Pool]):
     def _advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Pool | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, Pool]:
-        scores, both = reference.terms(k, v, key_mask)
+        scores, values_and_ones = reference.terms(k, v, key_mask)
         if not symbolic() and k.shape[-2] == 1:
             trace.record("one key added to the sums", "decoding token by token")
-            row = Pool(scores, both) if state is None else reference.combined(state, Pool(scores, both))
+            row = Pool(scores, values_and_ones)
+            row = row if state is None else reference.combined(state, row)
             return q.sigmoid() * reference.mean(row.sums, v.shape[-1]), row
-        rows = reference.running(*reference.prepended(state, scores, both))
+        rows = reference.running(*reference.prepended(state, scores, values_and_ones))
         out = q.sigmoid() * reference.mean(rows.sums[..., 1:, :], v.shape[-1])
         return out, Pool(rows.log_scale[..., -1:, :], rows.sums[..., -1:, :])
 
     @summed_in_chunks
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Pool:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Pool:
         """The pool of the keys of a chunk."""
         return reference.pooled(*reference.terms(k, v, key_mask))
 
-    def merged(self, earlier: Pool, later: Pool) -> Pool:
+    def merge_states(self, earlier: Pool, later: Pool) -> Pool:
         """The pool of two neighbouring chunks."""
         return reference.combined(earlier, later)

@@ -119,9 +119,9 @@ def _sums(k: Tensor, v: Tensor, scale: Tensor, size: int) -> tuple[Tensor, Tenso
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Any, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+    inputs: tuple[Any, ...], outputs: tuple[Any, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> Tensors:
-    (q, k, v, key_mask), (scale, denominator, mean), (g,) = inputs, kept, gradients
+    (q, k, v, key_mask), (scale, denominator, mean), (g,) = inputs, saved, gradients
     k, v = hidden(k, v, key_mask)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     total = torch.zeros_like(mean, dtype=torch.float64)
@@ -160,9 +160,9 @@ def _short_forward(q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> tuple[Tens
 
 
 def _short_backward(
-    inputs: tuple[Any, ...], outputs: tuple[Any, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+    inputs: tuple[Any, ...], outputs: tuple[Any, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    (q, k, v), (out,), (scale, denominators), (g,) = inputs, outputs, kept, gradients
+    (q, k, v), (out,), (scale, denominators), (g,) = inputs, outputs, saved, gradients
     dq, d_sums = torch.empty_like(q), g.new_empty(*g.shape[:-1], 2 * v.shape[-1])
     gate_vjp(q, g, out, denominators, dq, d_sums)
     d_numerators, d_denominators = d_sums.flip(-2).cumsum(-2).flip(-2).split(v.shape[-1], -1)

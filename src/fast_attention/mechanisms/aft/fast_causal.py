@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
     """Tokens, whether one log scale serves them, and the size of the groups in which they are summed."""
 
     at: slice
-    in_range: bool
+    one_scale: bool
     group: int
 
 
@@ -45,10 +45,10 @@ def chunks(k: Tensor, *, any_masked: bool) -> tuple[list[Chunk], Tensor]:
     scales = torch.stack([k.new_full(low[..., 0, :].shape, FLOOR / 2), *(x.amax(-2) for x in keys)], -2)
     scales = scales.cummax(-2).values
     rise = scales[..., 1:, :] - torch.maximum(scales[..., :-1, :], low)
-    in_range = (rise <= fast.RANGE).movedim(-2, 0).flatten(1).all(-1).tolist()
+    one_scale = (rise <= fast.RANGE).movedim(-2, 0).flatten(1).all(-1).tolist()
     return [
         Chunk(slice(a, b), fits, GROUP if b - a >= GROUP else b - a)
-        for (a, b), fits in zip(itertools.pairwise(ends), in_range, strict=True)
+        for (a, b), fits in zip(itertools.pairwise(ends), one_scale, strict=True)
     ], scales
 
 
@@ -89,7 +89,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, keep: bool, any_masked: bool) -
         carries.append(carry)
         before, scale = scales[..., i : i + 1, :], scales[..., i + 1 : i + 2, :]
         tokens = [x[..., chunk.at, :] for x in (q, k, v)]
-        if not chunk.in_range:
+        if not chunk.one_scale:
             out[..., chunk.at, :], carry = _token_by_token(*tokens, carry=carry.to(k.dtype), scale=before)
             continue
         queries, keys, values, rows = (x.unflatten(-2, (-1, chunk.group)) for x in (*tokens, out[..., chunk.at, :]))
@@ -101,16 +101,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, keep: bool, any_masked: bool) -
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Any, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Any, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, any_masked: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    tensors, (scales, carries) = (*inputs, *gradients, *outputs), kept
+    tensors, (scales, carries) = (*inputs, *gradients, *outputs), saved
     d_inputs = [torch.empty_like(x) for x in inputs]
     d_carry = torch.zeros_like(carries[..., :1, :])  # the gradient of the sums at the end of the chunk
     for i, chunk in reversed(list(enumerate(chunks(inputs[1], any_masked=any_masked)[0]))):
         before, scale, carry = scales[..., i : i + 1, :], scales[..., i + 1 : i + 2, :], carries[..., i : i + 1, :]
         tokens = [x[..., chunk.at, :] for x in (*tensors, *d_inputs)]
-        if chunk.in_range:
+        if chunk.one_scale:
             decay = _decay(before, scale)
             tokens = [x.unflatten(-2, (-1, chunk.group)) for x in tokens]
             d_carry = _chunk_vjp(tokens, chunk, carry * decay, d_carry, scale, any_masked=any_masked) * decay

@@ -42,8 +42,8 @@ def terms(
     key_mask: Bool[Tensor, "*#batch2 keys"] | None,
 ) -> tuple[Float[Tensor, "*batch keys weights"], Float[Tensor, "*batch keys both"]]:
     """Scores, masked ones at ``FLOOR``, and values beside ones, masked rows zero."""
-    both = torch.cat([masks.drop(values, key_mask), visible_ones(scores, key_mask)], -1)
-    return masked_scores(scores, key_mask), both
+    values_and_ones = torch.cat([masks.drop(values, key_mask), visible_ones(scores, key_mask)], -1)
+    return masked_scores(scores, key_mask), values_and_ones
 
 
 def masked_scores(
@@ -53,34 +53,34 @@ def masked_scores(
     return scores if key_mask is None else scores.masked_fill(~key_mask[..., None], FLOOR)
 
 
-def weighted(scores: Tensor, both: Tensor, log_scale: Tensor) -> Tensor:
+def weighted(scores: Tensor, values_and_ones: Tensor, log_scale: Tensor) -> Tensor:
     """``exp(score - log_scale)`` times values and ones."""
-    return spread((scores - log_scale).exp(), both.shape[-1]) * both
+    return spread((scores - log_scale).exp(), values_and_ones.shape[-1]) * values_and_ones
 
 
-def pooled(scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]) -> Pool:
+def pooled(scores: Float[Tensor, "*batch keys weights"], values_and_ones: Float[Tensor, "*batch keys both"]) -> Pool:
     """The pool of all keys, one row."""
     log_scale = scores.detach().amax(-2, keepdim=True)
-    return Pool(log_scale, weighted(scores, both, log_scale).sum(-2, keepdim=True))
+    return Pool(log_scale, weighted(scores, values_and_ones, log_scale).sum(-2, keepdim=True))
 
 
-def running(scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]) -> Pool:
+def running(scores: Float[Tensor, "*batch keys weights"], values_and_ones: Float[Tensor, "*batch keys both"]) -> Pool:
     """The pool of all keys up to each, as many rows as keys.
 
     Every row has the maximum of its past as log scale, so that neither a huge key to come nor one long gone can
     underflow what a row sums.
     """
     log_scale = running_max(scores.detach())
-    return Pool(log_scale, decayed_sums(weighted(scores, both, log_scale), log_scale))
+    return Pool(log_scale, decayed_sums(weighted(scores, values_and_ones, log_scale), log_scale))
 
 
 def prepended(
-    pool: Pool | None, scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]
+    pool: Pool | None, scores: Float[Tensor, "*batch keys weights"], values_and_ones: Float[Tensor, "*batch keys both"]
 ) -> tuple[Tensor, Tensor]:
     """Keys with the row of an earlier pool in front of them, as if it were one more key."""
     if pool is None:
-        return F.pad(scores, (0, 0, 1, 0), value=FLOOR), F.pad(both, (0, 0, 1, 0))
-    return torch.cat([pool.log_scale, scores], -2), torch.cat([pool.sums, both], -2)
+        return F.pad(scores, (0, 0, 1, 0), value=FLOOR), F.pad(values_and_ones, (0, 0, 1, 0))
+    return torch.cat([pool.log_scale, scores], -2), torch.cat([pool.sums, values_and_ones], -2)
 
 
 def combined(earlier: Pool, later: Pool) -> Pool:

@@ -6,8 +6,8 @@ would underflow for some. Where not all queries see the same keys, these are tak
 the maximum of a tile is nowhere above a query's own. Triangles fall into such squares by halving. Log scales are
 constants to autograd: they cancel between numerator and denominator.
 
-Scores and ``both`` (values beside ones) come from ``reference.terms``. Results are exact as long as biases of one row,
-and the 0 outside its window, lie within 80 of each other in float32 (700 in float64); scores may lie anywhere.
+Scores and ``values_and_ones`` come from ``reference.terms``. Results are exact as long as biases of one row, and the 0
+outside its window, lie within 80 of each other in float32 (700 in float64); scores may lie anywhere.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ SIDE = 32  # a causal triangle of n tokens is halved down to triangles of at mos
 def full(
     bias: Float[Tensor, "length keys"],
     scores: Float[Tensor, "*batch keys weights"],
-    both: Float[Tensor, "*batch keys both"],
+    values_and_ones: Float[Tensor, "*batch keys both"],
 ) -> Float[Tensor, "*batch length both"]:
     """``sum_j exp(w_ij + s_j) both_j`` over all keys, up to a factor per query and channel; time O(n^2 d)."""
     weights = (bias - bias.detach().amax(-1, keepdim=True)).exp()
-    return weights @ weighted(scores, both, scores.detach().amax(-2, keepdim=True))
+    return weights @ weighted(scores, values_and_ones, scores.detach().amax(-2, keepdim=True))
 
 
 def full_causal(
     bias: Float[Tensor, "length length"],
     scores: Float[Tensor, "*batch length weights"],
-    both: Float[Tensor, "*batch length both"],
+    values_and_ones: Float[Tensor, "*batch length both"],
     *,
     longest: int,
 ) -> Float[Tensor, "*batch length both"]:
@@ -58,19 +58,21 @@ def full_causal(
     bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), FLOOR)
     weights = (bias - bias.detach().amax(-1, keepdim=True)).exp()
     weights = F.pad(weights, (0, missing, 0, missing))
-    scale, both = (F.pad(x, (0, 0, 0, missing)) for x in (running_max(scores.detach()), both))
+    scale, values_and_ones = (F.pad(x, (0, 0, 0, missing)) for x in (running_max(scores.detach()), values_and_ones))
     scores = F.pad(scores, (0, 0, 0, missing), value=FLOOR)
     corners = _corners(weights[None, None], count)[0]
-    blocks = [x.unflatten(-2, (count, side)) for x in (scores, both, scale)]
+    blocks = [x.unflatten(-2, (count, side)) for x in (scores, values_and_ones, scale)]
     inside = _triangle(corners, *blocks, size=SIDE, diagonal=True)
-    across = _halves(weights[None, None], *(x[..., None, :, :] for x in (scores, both, scale)), rounds=rounds)
+    across = _halves(
+        weights[None, None], *(x[..., None, :, :] for x in (scores, values_and_ones, scale)), rounds=rounds
+    )
     return narrow(inside.flatten(-3, -2) + across[..., 0, :, :], length, axis=-2)
 
 
 def windowed(
     band: Float[Tensor, "#heads #length taps"],
     scores: Float[Tensor, "*batch heads length weights"],
-    both: Float[Tensor, "*batch heads length both"],
+    values_and_ones: Float[Tensor, "*batch heads length both"],
     *,
     is_causal: bool,
     strict: bool,
@@ -87,37 +89,41 @@ def windowed(
     bias_scale = bias_scale if strict else bias_scale.clamp(min=0.0)
     weights = F.pad((band - bias_scale).exp(), (0, 2 * size - 1 - band.shape[-1]))
     scale = _visible_max(scores.detach(), size, is_causal=is_causal, strict=strict)
-    blocks = (split(scores, size, value=FLOOR), split(both, size), split(scale, size))
+    blocks = (split(scores, size, value=FLOOR), split(values_and_ones, size), split(scale, size))
     inside = join(_in_window(_skewed(weights, size), *blocks, is_causal=is_causal), length)
     if strict:
         return inside
-    return inside + _outside(scores, both, scale, size, is_causal=is_causal) * (-bias_scale).exp()
+    return inside + _outside(scores, values_and_ones, scale, size, is_causal=is_causal) * (-bias_scale).exp()
 
 
-def _in_window(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor, *, is_causal: bool) -> Tensor:
+def _in_window(weights: Tensor, scores: Tensor, values_and_ones: Tensor, scale: Tensor, *, is_causal: bool) -> Tensor:
     """Blocks of the window's reach: a query sees the end of the block before, its own and the start of the next."""
     size = scores.shape[-2]
     before, inner, after = weights.split(size, -1)
-    earlier_keys = (_block_shifted(scores, 1, FLOOR), _block_shifted(both, 1), scale)
+    earlier_keys = (_block_shifted(scores, 1, FLOOR), _block_shifted(values_and_ones, 1), scale)
     sums = _triangle(before.flip(-1, -2), *(x.flip(-2) for x in earlier_keys), size=size, diagonal=False).flip(-2)
     if is_causal:
-        return sums + _triangle(inner, scores, both, scale, size=size, diagonal=True)
-    later_keys = (_block_shifted(scores, -1, FLOOR), _block_shifted(both, -1), scale)
-    return sums + _square(inner, scores, both, scale) + _triangle(after, *later_keys, size=size, diagonal=False)
+        return sums + _triangle(inner, scores, values_and_ones, scale, size=size, diagonal=True)
+    later_keys = (_block_shifted(scores, -1, FLOOR), _block_shifted(values_and_ones, -1), scale)
+    return (
+        sums + _square(inner, scores, values_and_ones, scale) + _triangle(after, *later_keys, size=size, diagonal=False)
+    )
 
 
-def _outside(scores: Tensor, both: Tensor, scale: Tensor, size: int, *, is_causal: bool) -> Tensor:
+def _outside(scores: Tensor, values_and_ones: Tensor, scale: Tensor, size: int, *, is_causal: bool) -> Tensor:
     """The sums over all keys ``size`` or more positions away."""
-    length, terms = scores.shape[-2], weighted(scores, both, scale)
+    length, terms = scores.shape[-2], weighted(scores, values_and_ones, scale)
     ahead = (0, 0, size, 0)
     if is_causal:
         decay = at_most(F.pad(scale, ahead)[..., :length, :] - scale, 0.0).exp()
-        return F.pad(decayed_sums(terms, scale), ahead)[..., :length, :] * spread(decay, both.shape[-1])
+        return F.pad(decayed_sums(terms, scale), ahead)[..., :length, :] * spread(decay, values_and_ones.shape[-1])
     before = F.pad(prefix_sums(terms), ahead)[..., :length, :]
     return before + F.pad(prefix_sums(terms.flip(-2)), ahead)[..., :length, :].flip(-2)
 
 
-def _triangle(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor, *, size: int, diagonal: bool) -> Tensor:
+def _triangle(
+    weights: Tensor, scores: Tensor, values_and_ones: Tensor, scale: Tensor, *, size: int, diagonal: bool
+) -> Tensor:
     """``sum_{c < a} W_ac exp(s_c - scale_a) both_c`` in blocks (..., heads, n, side, E); c = a too with ``diagonal``.
 
     ``weights`` (heads, n, side, side), where a size of 1 serves all; side is at most ``size``.
@@ -125,22 +131,23 @@ def _triangle(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor, *, s
     side, rounds = scores.shape[-2], (int(size) - 1).bit_length()
     missing = (1 << rounds) - side
     weights = F.pad(weights, (0, missing, 0, missing))
-    scores, both, scale = (
-        F.pad(x, (0, 0, 0, missing), value=z) for x, z in ((scores, FLOOR), (both, 0.0), (scale, 0.0))
+    scores, values_and_ones, scale = (
+        F.pad(x, (0, 0, 0, missing), value=z) for x, z in ((scores, FLOOR), (values_and_ones, 0.0), (scale, 0.0))
     )
-    sums = _halves(weights, scores, both, scale, rounds=rounds)
+    sums = _halves(weights, scores, values_and_ones, scale, rounds=rounds)
     if diagonal:
-        terms = spread(at_most(scores - scale, 0.0).exp(), both.shape[-1]) * both
+        terms = spread(at_most(scores - scale, 0.0).exp(), values_and_ones.shape[-1]) * values_and_ones
         sums = sums + weights.diagonal(0, -2, -1)[..., None] * terms
     return sums[..., :side, :]
 
 
-def _halves(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor, *, rounds: int) -> Tensor:
+def _halves(weights: Tensor, scores: Tensor, values_and_ones: Tensor, scale: Tensor, *, rounds: int) -> Tensor:
     """Sums that right halves gather from left halves, of blocks cut into 2, 4 ... ``2^rounds`` parts."""
-    sums = torch.zeros_like(both)
+    sums = torch.zeros_like(values_and_ones)
     for depth in range(rounds):
         left, right = (
-            [x.unflatten(-2, (2 << depth, -1))[..., i::2, :, :] for x in (scores, both, scale)] for i in (0, 1)
+            [x.unflatten(-2, (2 << depth, -1))[..., i::2, :, :] for x in (scores, values_and_ones, scale)]
+            for i in (0, 1)
         )
         corners = _corners(weights, 2 << depth, below=True)
         right_sums = _square(corners, left[0], left[1], right[2])
@@ -148,11 +155,11 @@ def _halves(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor, *, rou
     return sums
 
 
-def _square(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor) -> Tensor:
+def _square(weights: Tensor, scores: Tensor, values_and_ones: Tensor, scale: Tensor) -> Tensor:
     """``sum_c W_ac exp(s_c - scale_a) both_c`` over square tiles, whose maximum serves every query."""
     tile_scale = scores.detach().amax(-2, keepdim=True)
-    decay = spread(at_most(tile_scale - scale, 0.0).exp(), both.shape[-1])
-    terms = weighted(scores, both, tile_scale)
+    decay = spread(at_most(tile_scale - scale, 0.0).exp(), values_and_ones.shape[-1])
+    terms = weighted(scores, values_and_ones, tile_scale)
     if exporting():  # of folded axes only the last, the blocks, can be proved to unfold again
         first, second = (-3, -4) if weights.ndim == 5 else (-3, -3)
         return (weights.transpose(first, second) @ terms.transpose(first, second)).transpose(first, second) * decay

@@ -66,11 +66,11 @@ def streamed(
     is there.
     """
     count = counts(k, key_mask)
-    scores, both = reference.terms(k.double() + count * decay, v.double(), key_mask)
+    scores, values_and_ones = reference.terms(k.double() + count * decay, v.double(), key_mask)
     pool = None if state is None else Pool(state.log_scale.double(), state.sums.double())
-    rows = reference.running(*reference.prepended(pool, scores, both))
+    rows = reference.running(*reference.prepended(pool, scores, values_and_ones))
     before = Pool(rows.log_scale[..., :-1, :], rows.sums[..., :-1, :])
-    read = reference.combined(before, Pool(scores + (bonus - decay), both))
+    read = reference.combined(before, Pool(scores + (bonus - decay), values_and_ones))
     log_decay = -count[..., -1:, :] * decay
     log_scale = rows.log_scale[..., -1:, :] + log_decay
     if state is not None:
@@ -99,10 +99,10 @@ def one(
     k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, state: WKVState, key_mask: Tensor | None
 ) -> tuple[Tensor, WKVState]:
     """``streamed`` of one token: two sums of a state and a key."""
-    scores, both = reference.terms(k, v, key_mask)
-    read = reference.combined(Pool(*state[:2]), Pool(scores + bonus, both))
+    scores, values_and_ones = reference.terms(k, v, key_mask)
+    read = reference.combined(Pool(*state[:2]), Pool(scores + bonus, values_and_ones))
     log_decay = -decay * reference.visible_ones(k, key_mask)
-    return reference.mean(read.sums, v.shape[-1]), combine(state, WKVState(scores, both, log_decay))
+    return reference.mean(read.sums, v.shape[-1]), combine(state, WKVState(scores, values_and_ones, log_decay))
 
 
 LARGEST = 15.0  # of a bonus, either way, that sums in one log scale bear
@@ -179,7 +179,7 @@ def gated_reads(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, mask: Tensor | None, scale: Tensor, *, keep: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    width, out, kept = v.shape[-1], torch.empty_like(q), []
+    width, out, saved = v.shape[-1], torch.empty_like(q), []
     carry, gain = k.new_zeros(*k.shape[:-2], 1, 2 * width), torch.cat([bonus, bonus], -1).exp()
     for groups in _cut(k, decay, mask):
         rows, tokens = _rows(k, groups, 2 * width)
@@ -189,14 +189,14 @@ def _forward(
         before, carry = before[..., :-1, :], before[..., -1:, :]
         _read(rows, groups.decays, before, gain)
         fast.gate(queries, tokens, results, any_masked=mask is not None)
-        kept.append(before)
-    return out, (torch.cat(kept, -2),) if keep else ()
+        saved.append(before)
+    return out, (torch.cat(saved, -2),) if keep else ()
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Any, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+    inputs: tuple[Any, ...], outputs: tuple[Any, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
-    (q, k, v, decay, bonus, mask, scale), (sums,) = inputs, kept
+    (q, k, v, decay, bonus, mask, scale), (sums,) = inputs, saved
     d_inputs = [torch.empty_like(x) for x in (q, k, v)]
     d_carry, gain = torch.zeros_like(sums[..., :1, :]), bonus.exp()
     d_decay, d_bonus = (torch.zeros_like(scale, dtype=torch.float64) for _ in range(2))
@@ -206,9 +206,11 @@ def _backward(
         tokens = [x.unflatten(-2, (-1, groups.size)) for x in rows]
         first = last - tokens[0].shape[-3]
         before, last = sums[..., first:last, :], first
-        d_carry, d_gain, held = _chunk_vjp(tokens, groups, before, d_carry, scale, gain, any_masked=mask is not None)
+        d_carry, d_gain, d_states = _chunk_vjp(
+            tokens, groups, before, d_carry, scale, gain, any_masked=mask is not None
+        )
         d_bonus += d_gain
-        d_decay -= d_gain + _decay_vjp(tokens[6], groups, held * before)
+        d_decay -= d_gain + _decay_vjp(tokens[6], groups, d_states * before)
     learned = (x.sum_to_size(decay.shape).to(decay.dtype) for x in (d_decay, d_bonus))
     return *d_inputs, *learned, None, None
 
@@ -230,10 +232,10 @@ def _chunk_vjp(
     d_numerators, d_denominators = d_sums.split(width, -1)
     d_gain = torch.addcmul(d_denominators, d_numerators, v, out=dk).mul_(weights).flatten(-3, -2).sum(-2, keepdim=True)
     backwards, decays = d_rows[::-1], groups.decays[::-1]
-    behind = sums_before(_totals(backwards, decays).flip(-2), groups.over_group.flip(-2), d_carry)[..., :-1, :].flip(-2)
-    held = _read(backwards, decays, behind, torch.cat([gain, gain], -1))
+    later = sums_before(_totals(backwards, decays).flip(-2), groups.over_group.flip(-2), d_carry)[..., :-1, :].flip(-2)
+    d_states = _read(backwards, decays, later, torch.cat([gain, gain], -1))
     fast.weigh_vjp(v, weights, d_sums, dk, dv)
-    return held[..., :1, :], d_gain * gain, held
+    return d_states[..., :1, :], d_gain * gain, d_states
 
 
 def _decay_vjp(dk: Tensor, groups: Groups, products: Tensor) -> Tensor:
@@ -306,7 +308,7 @@ class WKV(Attention[ChannelDecays, WKVState]):
         paper="Peng et al. 2023, arXiv 2305.13048",
         formula="sigmoid(q_t) * (sum_{i<t} exp(k_i - (t-1-i) w) v_i + exp(k_t + u) v_t) / (the same of ones)",
         cost="n d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=PLAIN,
         causal=True,
         bidirectional=False,
@@ -352,10 +354,10 @@ class WKV(Attention[ChannelDecays, WKVState]):
 
     @summed_in_chunks
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: ChannelDecays, *, key_mask: Tensor | None = None) -> WKVState:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: ChannelDecays, *, key_mask: Tensor | None = None) -> WKVState:
         """The sums over the keys of a chunk."""
         return summarise(k, v, w.of_heads()[0], key_mask)
 
-    def merged(self, earlier: WKVState, later: WKVState) -> WKVState:
+    def merge_states(self, earlier: WKVState, later: WKVState) -> WKVState:
         """The sums over two neighbouring chunks."""
         return combine(earlier, later)

@@ -118,7 +118,7 @@ class Nystrom(Attention[tuple[()], tuple[()]]):
         paper="Xiong et al. 2021, arXiv 2102.03902",
         formula="softmax(q K~^T / sqrt(d)) pinv(softmax(Q~ K~^T / sqrt(d))) softmax(Q~ k^T / sqrt(d)) v",
         cost="n r d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=FUSED,
         padding=True,
         rotary=True,

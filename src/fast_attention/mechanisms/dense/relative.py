@@ -56,7 +56,7 @@ def relative_attention(
 BLOCK_ROWS, PARTS = 768, 8  # at least so many queries of a causal block, or as many as make so many blocks
 
 
-def obstacle(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> str:
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> str:
     """Why the kernel does not serve scores with numbers; empty where it does."""
     if is_causal and q.shape[-2] > k.shape[-2]:
         return "queries before the first key"
@@ -82,14 +82,16 @@ class Inputs(NamedTuple):
         q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor, *, is_causal: bool, scale: float
     ) -> Inputs:
         """From tensors with any axes; ``numbers`` are those of all offsets, those of the last query first."""
-        lead, keys, sees = q.shape[:-2], k.shape[-2], None
+        batch_shape, keys, sees = q.shape[:-2], k.shape[-2], None
         numbers = numbers.detach().to(q.dtype)
         if is_causal:
             numbers = numbers.index_fill(1, torch.arange(keys, numbers.shape[1], device=q.device), float("-inf"))
         if key_mask is not None and not bool(key_mask.all()):
-            visible = key_mask.expand(*lead, keys)
+            visible = key_mask.expand(*batch_shape, keys)
             counts = visible.cumsum(-1)
-            ends = counts[..., keys - q.shape[-2] :] if is_causal else counts[..., -1:].expand(*lead, q.shape[-2])
+            ends = (
+                counts[..., keys - q.shape[-2] :] if is_causal else counts[..., -1:].expand(*batch_shape, q.shape[-2])
+            )
             sees = ends > 0
             hidden = max(torch.finfo(q.dtype).min / 4 / scale, torch.finfo(q.dtype).min)
             channel = torch.zeros_like(k[..., :1]).masked_fill_(~visible[..., None], hidden)
@@ -135,8 +137,8 @@ def backward(
     dq, dk, dv = (torch.zeros_like(y) for y in x[:3])
     for rows, keys, added in x.blocks():
         inputs = x.q[..., rows, :].flip(-2), x.k[..., keys, :], x.v[..., keys, :], added
-        outputs, kept, above = out[..., rows, :].flip(-2), logs[..., rows].flip(-1), gradient[..., rows, :].flip(-2)
-        parts = flash_backward(inputs, (outputs,), (kept,), (above,), is_causal=False, scale=x.scale)
+        outputs, saved, grad_out = out[..., rows, :].flip(-2), logs[..., rows].flip(-1), gradient[..., rows, :].flip(-2)
+        parts = flash_backward(inputs, (outputs,), (saved,), (grad_out,), is_causal=False, scale=x.scale)
         for total, where, part in ((dq, rows, parts[0]), (dk, keys, parts[1]), (dv, keys, parts[2])):
             assert part is not None
             total[..., where, :] += part.flip(-2) if total is dq else part
@@ -184,14 +186,14 @@ def _flash_forward(
 
 
 def _flash_backward(
-    inputs: tuple[Any, ...], outputs: Tensors, kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: Tensors, saved: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
     *, is_causal: bool, scale: float,
 ) -> Tensors:  # fmt: skip
     q, k, v, key_mask, numbers, sinks = inputs
     x = Inputs.of(q, k, v, key_mask, numbers, is_causal=is_causal, scale=scale)
     assert outputs[0] is not None
     out, grad = (y.reshape(-1, *y.shape[-3:]) for y in (outputs[0], gradient[0]))
-    *gradients, d_sinks = backward(x, out, kept[0], grad, sinks)
+    *gradients, d_sinks = backward(x, out, saved[0], grad, sinks)
     dq, dk, dv = (g[..., : y.shape[-1]].reshape(y.shape) for g, y in zip(gradients, (q, k, v), strict=True))
     return dq, dk, dv, None, None, d_sinks
 
@@ -206,7 +208,7 @@ def _serves(
     """Why neither the core nor the flash kernel serves."""
     why = tiles.against(q, k, v)
     alone = numbers is not None and vectors is None and not numbers.requires_grad  # the kernel gives a mask no gradient
-    return "" if why and alone and not obstacle(q, k, v, is_causal=is_causal, scale=scale) else why
+    return "" if why and alone and not unsupported_reason(q, k, v, is_causal=is_causal, scale=scale) else why
 
 
 def _on_cpu(

@@ -131,13 +131,13 @@ def _forward(
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, how: How,
 ) -> tuple[Any, ...]:  # fmt: skip
     q, k, v, key_mask = inputs
     d_inputs = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dqs, dks, dvs = (x.flatten(0, -3) for x in d_inputs)
-    (qs, ks, vs), (os, gs, ns) = _heads(q, masks.drop(k, key_mask), v), _heads(outputs[0], gradients[0], kept[0])
+    (qs, ks, vs), (os, gs, ns) = _heads(q, masks.drop(k, key_mask), v), _heads(outputs[0], gradients[0], saved[0])
     ahead = _ahead(q, k, how)
     for heads, rows in _rows(qs):
         queries, g = qs[heads, rows] * how.scale, gs[heads, rows] / ns[heads, rows]
@@ -285,7 +285,7 @@ class ReLUAttention(MaskedAttention[tuple[()], KVCache]):
         paper="Wortsman et al. 2023, arXiv 2309.08586",
         formula="relu(q k^T / sqrt(d)) v / sum",
         cost="n^2 d",
-        order=2.0,
+        complexity_exponent=2.0,
         gpu=SCORES,
         causal=True,
         padding=True,

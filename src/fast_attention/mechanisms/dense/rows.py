@@ -58,7 +58,7 @@ def attend(
 
 def against(v: Tensor, length: int, at_least: int = PAYING) -> str:
     """Why blocks would not do; empty where they do, from ``at_least`` scores of one head on."""
-    return operation.obstacle(v) or few(v, length, at_least)
+    return operation.unsupported_reason(v) or few(v, length, at_least)
 
 
 def few(v: Tensor, length: int, at_least: int = PAYING) -> str:
@@ -148,7 +148,7 @@ def _size(length: int, keys: int) -> int:
 
 
 def _backward(
-    inputs: tuple[Tensor | None, ...], outputs: Any, kept: Any, gradients: tuple[Tensor, ...], *, is_causal: bool
+    inputs: tuple[Tensor | None, ...], outputs: Any, saved: Any, gradients: tuple[Tensor, ...], *, is_causal: bool
 ) -> tuple[Tensor | None, ...]:
     v, key_mask, *parts = inputs
     assert v is not None

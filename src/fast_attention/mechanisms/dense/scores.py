@@ -79,7 +79,7 @@ def mixed(parts: Sequence[Scores], shares: Float[Tensor, "heads parts"], keys: i
                 X, Y = part.X * column, part.Y
             else:
                 R, share = _weighed(R, share) + Scores(X=part.X * column, Y=part.Y).whole(keys), None
-    return Scores(_beside(Q), _beside(K), R, share, X, Y)
+    return Scores(_concat_parts(Q), _concat_parts(K), R, share, X, Y)
 
 
 def _weighed(R: Tensor | None, share: Tensor | None) -> Tensor | float:
@@ -88,7 +88,7 @@ def _weighed(R: Tensor | None, share: Tensor | None) -> Tensor | float:
     return R if share is None else R * share[:, None, None]
 
 
-def _beside(parts: list[Tensor]) -> Tensor | None:
+def _concat_parts(parts: list[Tensor]) -> Tensor | None:
     if len(parts) < 2:
         return parts[0] if parts else None
     sizes = torch.broadcast_shapes(*(x.shape[:-1] for x in parts))

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.biases.bias import Bias, Biased
+from fast_attention.biases.bias import Bias, BiasMixin
 from fast_attention.engine import heads, masks, operation, trace
 from fast_attention.engine.fused import flash_backward, flash_forward, fused_attention, open_attention, takes_flash
 from fast_attention.engine.kv_cache import KVCache, append
@@ -32,9 +32,9 @@ from fast_attention.mechanisms.dense.scores import Scores
 from fast_attention.traits import FUSED
 
 
-def obstacle(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> str:
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> str:
     """Why the fused kernel cannot be used; empty where it can."""
-    if why := operation.obstacle(q, k, v):
+    if why := operation.unsupported_reason(q, k, v):
         return why
     if is_causal and q.shape[-2] != k.shape[-2]:
         return "causal with fewer queries than keys"
@@ -52,7 +52,7 @@ def sink_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Float[Tensor, "*batch heads length values"]:
-    """Exact attention whose every normaliser is larger by ``e^sink``, without masks, where there is no ``obstacle``."""
+    """Exact attention without masks, whose every normaliser is larger by ``e^sink``; see ``unsupported_reason``."""
     trace.record("torch's fused kernel", "its outputs are weighed against the sinks")
     flat = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     out = _sunk(*flat, sinks, is_causal=is_causal, scale=float(q.shape[-1] ** -0.5 if scale is None else scale))
@@ -72,13 +72,13 @@ def _forward(
 
 
 def _backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
     *, is_causal: bool, scale: float,
 ) -> Tensors:  # fmt: skip
     q, k, v, sinks = inputs
     sizes = {"is_causal": is_causal, "scale": scale}
-    gradients = flash_backward((q, k, v, None), outputs, kept, gradient, **sizes)
-    return *gradients[:3], sink_gradient(sinks, kept[0], gradient[0], outputs[0])
+    gradients = flash_backward((q, k, v, None), outputs, saved, gradient, **sizes)
+    return *gradients[:3], sink_gradient(sinks, saved[0], gradient[0], outputs[0])
 
 
 _sunk = Operation(_plain, cpu=Fast(_forward, _backward))
@@ -107,7 +107,7 @@ def softmax_attention(
     if bias is not None or sinks is not None:
         is_causal, key_mask = _needed(q, is_causal, key_mask)
         plain = bias is None and key_mask is None and attn_mask is None and dropout == 0.0
-        if sinks is not None and plain and not obstacle(q, k, v, is_causal=is_causal):
+        if sinks is not None and plain and not unsupported_reason(q, k, v, is_causal=is_causal):
             return sink_attention(q, k, v, sinks, is_causal=is_causal, scale=scale)
         masked = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout}
         return relative_attention(q, k, v, bias, sinks, scale=scale, **masked)
@@ -141,13 +141,13 @@ def softmax_attention(
 
 def _needed(q: Tensor, is_causal: bool, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:
     """``is_causal`` and ``key_mask`` where they hide anything: one query sees all keys, and a mask may be all True."""
-    if operation.obstacle(q):
+    if operation.unsupported_reason(q):
         return is_causal, key_mask
     return is_causal and q.shape[-2] != 1, None if key_mask is None or bool(key_mask.all()) else key_mask
 
 
 @dataclass(frozen=True, repr=False)
-class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
+class Softmax(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
     """Exact attention: the reference that every other mechanism is measured against.
 
     Args:
@@ -160,11 +160,11 @@ class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportInco
     bias: Bias | None = None
     sinks: bool = False
 
-    unbiased = Traits(
+    base_traits = Traits(
         paper="Vaswani et al. 2017, arXiv 1706.03762",
         formula="softmax(q k^T / sqrt(d)) v",
         cost="n^2 d",
-        order=2.0,
+        complexity_exponent=2.0,
         gpu=FUSED,
         causal=True,
         padding=True,

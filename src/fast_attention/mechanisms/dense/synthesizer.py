@@ -34,11 +34,11 @@ from fast_attention.traits import SCORES
 from fast_attention.value import Value, at_least
 
 _TABLE = Traits(
-    paper="Tay et al. 2020, arXiv 2005.00743", formula="softmax(R) v", cost="n^2 d", order=2.0, gpu=SCORES, reads="v",
-    causal=True, padding=True, cross=True, mask=True, memory="growing", positions="absolute",
-    bounded=True, learned=True,
+    paper="Tay et al. 2020, arXiv 2005.00743", formula="softmax(R) v", cost="n^2 d", complexity_exponent=2.0,
+    gpu=SCORES, inputs="v", causal=True, padding=True, cross=True, mask=True, memory="growing", positions="absolute",
+    needs_max_len=True, learned=True,
 )  # fmt: skip
-_DENSE = replace(_TABLE, formula="softmax(relu(q_i) W + b) v", reads="qv", cross=False)
+_DENSE = replace(_TABLE, formula="softmax(relu(q_i) W + b) v", inputs="qv", cross=False)
 
 
 def attend(
@@ -149,7 +149,7 @@ _MULTIPLE = 8  # of the wider columns
 
 def serves(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
     """Whether the kernel takes these four-dimensional tensors, and outputs and gradients need no other form."""
-    if operation.obstacle(q, k, v) or q.ndim != 4:
+    if operation.unsupported_reason(q, k, v) or q.ndim != 4:
         return False
     if torch.is_autocast_enabled("cpu") or (is_causal and q.shape[-2] != k.shape[-2]):
         return False
@@ -182,7 +182,7 @@ def _forward(
 
 
 def _backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, is_causal: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     q, k, v, b = inputs
@@ -191,7 +191,7 @@ def _backward(
     ones = pad(q.new_ones(*q.shape[:-1], 1), (0, more - 1))
     wide = torch.cat([q, ones], -1), torch.cat([k, pad(b[..., None], (0, more - 1))], -1), pad(v, (0, more))
     out, gradient = pad(outputs[0], (0, more)), pad(gradients[0], (0, more))
-    grads = flash_backward((*wide, None), (out,), kept, (gradient,), is_causal=is_causal, scale=1.0)
+    grads = flash_backward((*wide, None), (out,), saved, (gradient,), is_causal=is_causal, scale=1.0)
     dq, dk, dv = (x for x in grads if x is not None)
     return dq[..., :width], dk[..., :width], dv[..., :width], dk[..., width]
 
@@ -247,7 +247,7 @@ class _Synthesizer(MaskedAttention[Any, KVCache]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """Append the new tokens to the cached values (and keys, where they are read) and weigh all of them."""
-        state = append(state, k if self.traits.reads == "qkv" else k[..., :0], v, key_mask)
+        state = append(state, k if self.traits.inputs == "qkv" else k[..., :0], v, key_mask)
         keys = state.v.shape[-2]
         scores = self.scores(q, state.k, w, first=keys - q.shape[-2], keys=keys)
         return attend(state.v, scores, is_causal=True, key_mask=state.visible), state
@@ -358,7 +358,7 @@ class FactorizedRandomSynthesizer(_Synthesizer):
 class DotProduct(Value):
     """Ordinary attention scores ``q . k / sqrt(width)`` as a part of a ``MixtureSynthesizer``."""
 
-    traits = replace(_TABLE, formula="q k^T / sqrt(d)", reads="qkv", bounded=False, learned=False)
+    traits = replace(_TABLE, formula="q k^T / sqrt(d)", inputs="qkv", needs_max_len=False, learned=False)
 
     def weights(self, shape: Shape) -> tuple[()]:
         """None."""
@@ -386,11 +386,12 @@ class MixtureSynthesizer(_Synthesizer):
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """Bounded, random and able to cross as its components are."""
-        parts, reads = zip(*((part.traits, part.traits.reads) for part in self.components), strict=True)
+        parts, inputs = zip(*((part.traits, part.traits.inputs) for part in self.components), strict=True)
         return replace(
             _TABLE, formula="softmax(sum_m softmax(alpha)_m scores_m) v",
-            reads="qkv" if "qkv" in reads else "qv" if "qv" in reads else "v", cross=all(part.cross for part in parts),
-            bounded=any(part.bounded for part in parts), random=any(part.random for part in parts),
+            inputs="qkv" if "qkv" in inputs else "qv" if "qv" in inputs else "v",
+            cross=all(part.cross for part in parts),
+            needs_max_len=any(part.needs_max_len for part in parts), random=any(part.random for part in parts),
         )  # fmt: skip
 
     def weights(self, shape: Shape) -> Mixed:

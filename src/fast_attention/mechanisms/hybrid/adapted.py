@@ -73,8 +73,8 @@ class Adapted(Attention[Deltas, Any]):
             )
         at_least(self, "rank", self.rank, 1, nothing=self.mechanism)
         one_of(self, "adapts", self.adapts, get_args(Adapts))
-        if not set(self.adapts) & set(reads := self.mechanism.traits.reads):
-            raise ValueError(f"{self!r}: {self.mechanism!r} reads {reads} only, so that nothing would be adapted")
+        if not set(self.adapts) & set(inputs := self.mechanism.traits.inputs):
+            raise ValueError(f"{self!r}: {self.mechanism!r} reads {inputs} only, so that nothing would be adapted")
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
@@ -84,9 +84,9 @@ class Adapted(Attention[Deltas, Any]):
             paper=f"{inner.paper}; Hu et al. 2021, arXiv 2106.09685",
             formula=f"{self.mechanism!r} of x + (x D) U for x in {self.adapts}, U begins at zero",
             cost=f"{inner.cost} + n d r",
-            order=inner.order,
+            complexity_exponent=inner.complexity_exponent,
             gpu=PARTS,
-            reads=inner.reads,
+            inputs=inner.inputs,
             causal=inner.causal,
             bidirectional=inner.bidirectional,
             padding=inner.padding,
@@ -94,13 +94,13 @@ class Adapted(Attention[Deltas, Any]):
             rotary=inner.rotary and self.adapts == "v",
             memory=inner.memory,
             positions=inner.positions,
-            bounded=inner.bounded,
+            needs_max_len=inner.needs_max_len,
             random=inner.random,
             matrix=inner.matrix and "v" not in self.adapts,
             learned=True,
             compile=inner.compile,
             export=inner.export,
-            spans=inner.spans,
+            sees_padding=inner.sees_padding,
             approximates=None,
         )
 
@@ -108,7 +108,7 @@ class Adapted(Attention[Deltas, Any]):
         """Deltas that change nothing yet, and the mechanism's weights."""
         if self.rank > shape.head_dim:
             raise ValueError(f"{self!r}: a rank above the heads' width, {shape.head_dim}, adds nothing")
-        deltas = {name: self._delta(shape) for name in self.adapts if name in self.mechanism.traits.reads}
+        deltas = {name: self._delta(shape) for name in self.adapts if name in self.mechanism.traits.inputs}
         return Deltas(deltas.get("q"), deltas.get("k"), deltas.get("v"), self.mechanism.weights(shape))
 
     def _delta(self, shape: Shape) -> Delta:
@@ -148,13 +148,13 @@ class Adapted(Attention[Deltas, Any]):
         """Whether the mechanism combines states."""
         return self.mechanism.parts_by_states(is_causal)
 
-    def summary(self, k: Tensor, v: Tensor, w: Deltas, *, key_mask: Tensor | None) -> Any:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: Deltas, *, key_mask: Tensor | None) -> Any:
         """The mechanism's state of the adapted tokens."""
-        return self.mechanism.summary(_moved(k, w.k), _moved(v, w.v), w.inner, key_mask=key_mask)
+        return self.mechanism.summarise_keys(_moved(k, w.k), _moved(v, w.v), w.inner, key_mask=key_mask)
 
-    def merged(self, earlier: Any, later: Any) -> Any:
+    def merge_states(self, earlier: Any, later: Any) -> Any:
         """Combine two states by the mechanism."""
-        return self.mechanism.merged(earlier, later)
+        return self.mechanism.merge_states(earlier, later)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: State, *, key_mask: Tensor | None = None) -> Tensor:
         """Read adapted queries from a state of adapted keys."""
@@ -175,6 +175,6 @@ def _moved(x: Tensor, delta: Delta | None) -> Tensor:
             f"the last size of v is {x.shape[-1]} and the deltas are for width {down.shape[-2]}: give values of the "
             "heads' width, or leave them as they are by adapts='qk'"
         )
-    if operation.served(x) and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
+    if operation.has_cpu_path(x) and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
         return by_head(x, torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype, device=x.device), down, up))
     return x + by_head(by_head(x, down), up).to(x.dtype)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fast_attention.decoding import State
 from fast_attention.engine import trace
 from fast_attention.engine.heads import repeated, viewed
-from fast_attention.engine.kv_cache import KVCache, append, behind
+from fast_attention.engine.kv_cache import KVCache, append, concat_tokens
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import Attention, Mixer, Places, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import Softmax, softmax_attention
@@ -84,8 +84,8 @@ class NewTokens(NamedTuple):
         if part.mechanism.traits.memory != "constant":
             return self.after(part, state)[1]
         k, v = _read(part, self.q.shape[-3], self.k, self.v)
-        summary = part.mechanism.summary(k, v, part.w, key_mask=self.key_mask)
-        return summary if state is None else part.mechanism.merged(state, summary)
+        summary = part.mechanism.summarise_keys(k, v, part.w, key_mask=self.key_mask)
+        return summary if state is None else part.mechanism.merge_states(state, summary)
 
 
 class NewRows(NamedTuple):
@@ -154,7 +154,7 @@ def exact_step(
     count, held = state.count + k.shape[-2], state.short
     if count > above or not isinstance(held, KVCache) or k.dtype != held.k.dtype or k.shape[:-2] != held.k.shape[:-2]:
         return None
-    keys, values = behind(held.k, k), behind(held.v, v)
+    keys, values = concat_tokens(held.k, k), concat_tokens(held.v, v)
     visible = held.visible[..., :1].expand(*held.visible.shape[:-1], count)  # all are
     cache = KVCache(keys, values, visible)
     if q.shape[-2] == 1 and not torch.is_grad_enabled() and q.dtype != torch.float16:
@@ -177,7 +177,7 @@ def _read(part: Part, heads: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 def _readable(short: Part, long: Part) -> bool:
     """Whether the state of ``long`` follows from the keys and values that the state of ``short`` holds."""
     traits = long.mechanism.traits
-    is_read = traits.memory in ("constant", "window") and traits.reads in ("qkv", "kv")
+    is_read = traits.memory in ("constant", "window") and traits.inputs in ("qkv", "kv")
     return is_read and isinstance(short.mechanism, Softmax)
 
 
@@ -211,7 +211,7 @@ class ByLength(Attention[Given, ByLengthState]):
         """Traits that both have; time and what is approximated are those of ``long``."""
         return self._traits
 
-    _traits = Traits(paper="", formula="", cost="", order=1.0, gpu=PARTS)  # of each value, set when it is made
+    _traits = Traits(paper="", formula="", cost="", complexity_exponent=1.0, gpu=PARTS)  # set when a value is made
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -302,9 +302,9 @@ def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int)
         paper=f"a rule over mechanisms: {a.paper}; {b.paper}",
         formula=f"{short!r} for queries that see at most {above} keys, {long!r} for all others",
         cost=f"{a.cost} up to {above} tokens, {b.cost} beyond",
-        order=b.order,
+        complexity_exponent=b.complexity_exponent,
         gpu=PARTS,
-        reads=_READS["q" in a.reads + b.reads, "k" in a.reads + b.reads],
+        inputs=_READS["q" in a.inputs + b.inputs, "k" in a.inputs + b.inputs],
         causal=a.causal and b.causal,
         bidirectional=a.bidirectional and b.bidirectional,
         padding=a.padding and b.padding,
@@ -312,12 +312,12 @@ def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int)
         rotary=a.rotary and b.rotary,
         memory=growing if streams else None,
         positions=max(places, key=get_args(Places).index),
-        bounded=a.bounded or b.bounded,
+        needs_max_len=a.needs_max_len or b.needs_max_len,
         random=a.random or b.random,
         matrix=a.matrix and b.matrix,
         learned=learned,
         compile=a.compile and b.compile,
         export=a.export and b.export,
-        spans=a.spans or b.spans,
+        sees_padding=a.sees_padding or b.sees_padding,
         approximates=approximates,
     )

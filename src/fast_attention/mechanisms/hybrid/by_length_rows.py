@@ -35,7 +35,7 @@ class Part(NamedTuple):
     def last(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: int) -> Tensor:
         """Causal outputs of the part for all queries from number ``first`` on."""
         traits = self.mechanism.traits
-        if not traits.cross or traits.bounded:  # weights for a longest sequence count positions from the first query
+        if not traits.cross or traits.needs_max_len:  # weights of a longest sequence count from the first query
             return self(q, k, v, is_causal=True, key_mask=key_mask)[..., first:, :]
         return self(q[..., first:, :], k, v, is_causal=True, key_mask=key_mask)
 

@@ -34,9 +34,9 @@ class OutOfRangeError(ArithmeticError):
 MOST = 2**21  # sums of a head, 8 MiB, that stay in memory of the thread that makes them
 
 
-def obstacle(q: Tensor, k: Tensor, v: Tensor, maps: CoreMap | None) -> str:
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, maps: CoreMap | None) -> str:
     """Why the core cannot take a call; empty where it can."""
-    if why := operation.obstacle(q, k, v, even=True) or tiles.unsupported(q, k, v):
+    if why := operation.unsupported_reason(q, k, v, even=True) or tiles.unsupported(q, k, v):
         return why
     if maps is None:
         return "features that the core does not make"
@@ -66,8 +66,8 @@ def attend(
     extra = max(q.shape[-2] - k.shape[-2], 0) if is_causal else 0  # queries that see nothing
     low, high = -(near.before + 1) * near.block_size + 1, (near.after + 1) * near.block_size - 1
     numbers = offsets.between(bias, low, high - low + 1, q)[0]
-    lead = q.shape[:-2]
-    rows = (None if x is None else x.expand(*lead, *x.shape[-2:]) for x in widen(maps[1:]))
+    batch_shape = q.shape[:-2]
+    rows = (None if x is None else x.expand(*batch_shape, *x.shape[-2:]) for x in widen(maps[1:]))
     out = _HYBRID(
         q[..., extra:, :], k, v, key_mask if numbers is None else others, others, sinks, numbers, learned, *rows,
         near=near, map=maps.map, first=low + k.shape[-2] - q.shape[-2] + extra, is_causal=is_causal,
@@ -111,9 +111,9 @@ def _call(
     *, near: BlockLocal, map: FeatureMap | None, first: int, is_causal: bool,
 ) -> list[Any]:  # fmt: skip
     """Arguments that both passes are given."""
-    lead, (length, keys) = q.shape[:-2], (q.shape[-2], k.shape[-2])
+    batch_shape, (length, keys) = q.shape[:-2], (q.shape[-2], k.shape[-2])
     masks = (
-        None if x is None else four_axes(x.contiguous().expand(*lead, -1)[..., None])[..., 0]
+        None if x is None else four_axes(x.contiguous().expand(*batch_shape, -1)[..., None])[..., 0]
         for x in (key_mask, others, position)
     )
     seen, summed, ends = masks
@@ -156,14 +156,14 @@ def _forward(*arguments: Any, keep: bool, **settings: Any) -> tuple[Tensor, tupl
     out, sums = memory(*call[0].shape[:-1], v.shape[-1]), memory(*q.shape[:-1], 2)
     planes = 2 if call[15][4] == EXPONENTIAL else 1
     states = memory(sizes.sums) if keep or not sizes.of_threads(sizes.sums) else None
-    kept = out, sums, memory(planes, sizes.heads, q.shape[-2]), states
-    if not torch.ops.fast_attention_core.hybrid_forward(*call, *kept):
+    saved = out, sums, memory(planes, sizes.heads, q.shape[-2]), states
+    if not torch.ops.fast_attention_core.hybrid_forward(*call, *saved):
         raise OutOfRangeError
-    return out.to(q.dtype).view(*q.shape[:-1], v.shape[-1]), (kept if keep else ())  # type: ignore[return-value]
+    return out.to(q.dtype).view(*q.shape[:-1], v.shape[-1]), (saved if keep else ())  # type: ignore[return-value]
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     **settings: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     call = _call(*inputs, **settings)
@@ -188,7 +188,9 @@ def _backward(
         memory(*q.shape[:2], *place).zero_() if like is not None and like.requires_grad else None
         for like, place in zip(weights, places, strict=True)
     ]
-    torch.ops.fast_attention_core.hybrid_backward(*call, *kept, gradient, dq, dk, dv, ends, d_states, d_numbers, *parts)
+    torch.ops.fast_attention_core.hybrid_backward(
+        *call, *saved, gradient, dq, dk, dv, ends, d_states, d_numbers, *parts
+    )
     d_weights: list[Tensor | None] = []
     for part, like in zip(parts, weights, strict=True):
         if part is None:
@@ -198,9 +200,9 @@ def _backward(
         d_weights.append(whole[..., : like.shape[-1]] if part.ndim == 5 else whole[..., None, : like.shape[-1]])
     d_learned = None
     if learned is not None and learned.requires_grad:
-        sums = kept[1].view(*inputs[0].shape[:-1], 2)
+        sums = saved[1].view(*inputs[0].shape[:-1], 2)
         d_learned = tiles.sink_gradient(
-            learned, tiles.log_normalisers(sums), gradients[0].float(), kept[0].view_as(gradients[0])
+            learned, tiles.log_normalisers(sums), gradients[0].float(), saved[0].view_as(gradients[0])
         )
     d_tokens = (
         dx[..., : x.shape[-1]].reshape(x.shape).to(x.dtype) for dx, x in zip((dq, dk, dv), inputs, strict=False)

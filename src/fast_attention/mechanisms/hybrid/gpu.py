@@ -36,7 +36,7 @@ class Part(NamedTuple):
     mean: Float[Tensor, "*batch length values"]
 
 
-def obstacle(
+def unsupported_reason(
     near: BlockLocal | Selected, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool
 ) -> str:
     """Why this call does not run this way; empty where it does."""
@@ -46,7 +46,7 @@ def obstacle(
         return "a bias"
     if not symbolic() and near.covers(q.shape[-2], k.shape[-2], is_causal=is_causal):
         return "all keys are near"
-    return patterns.obstacle(q, k, v, key_mask, logged=True)
+    return patterns.unsupported_reason(q, k, v, key_mask, logged=True)
 
 
 def near_part(
@@ -59,7 +59,7 @@ def near_part(
 
 
 @in_float32
-def merged(
+def merge_near_and_far(
     near_out: Tensor, near_log: Tensor, q: Tensor, k: Tensor, v: Tensor, others: Tensor, sinks: SinkTokens,
     learned: Tensor | None, far: Kernelised[Any], w: Any, near: BlockLocal, *, is_causal: bool,
 ) -> Tensor:  # fmt: skip
@@ -103,8 +103,8 @@ def _sinks(near: BlockLocal, q: Tensor, sinks: SinkTokens, start: int, *, is_cau
     """Sink tokens, where they are not near and not yet to come; the first query stands at position ``start``."""
     logs, position = q @ sinks.k.mT * q.shape[-1] ** -0.5, sinks.position[..., None, :]
     at = start + torch.arange(q.shape[-2], device=q.device)[:, None]
-    apart = position.div(near.block_size, rounding_mode="floor") - at.div(near.block_size, rounding_mode="floor")
-    hidden = ~sinks.present[..., None, :] | ((apart >= -near.before) & (apart <= near.after))
+    block_offset = position.div(near.block_size, rounding_mode="floor") - at.div(near.block_size, rounding_mode="floor")
+    hidden = ~sinks.present[..., None, :] | ((block_offset >= -near.before) & (block_offset <= near.after))
     hidden = hidden | (position > at) if is_causal else hidden
     logs = logs.masked_fill(hidden, FLOOR)
     weights = logs.softmax(-1).masked_fill(hidden, 0.0)

@@ -184,7 +184,7 @@ def by_window(far: Traits, bias: Bias | None = None) -> Traits:
         paper="Zhang et al. 2024, arXiv 2410.10254 (window, linear remainder); Xiao et al. 2023, arXiv 2309.17453",
         formula="softmax over near, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
         cost="n (w + m) d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=NEAR_FAR,
         causal=True,
         padding=True,
@@ -205,7 +205,7 @@ def by_choice(far: Traits) -> Traits:
         paper="Zhang et al. 2025, arXiv 2509.24006 (chosen blocks, linear remainder); SPLA, arXiv 2601.22379",
         formula="softmax over chosen blocks, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
         cost="n (b c + m) d + (n / b)^2 m d",
-        order=2.0,
+        complexity_exponent=2.0,
         causal=False,
         cross=False,
         memory=None,
@@ -247,7 +247,7 @@ class Hybrid(NearFar[HybridState]):
         """The far part decides whether weights are trained or drawn; chosen blocks are not causal."""
         return self._traits
 
-    _traits = Traits(paper="", formula="", cost="", order=1.0)  # of each value, set when it is made
+    _traits = Traits(paper="", formula="", cost="", complexity_exponent=1.0)  # of each value, set when it is made
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -281,7 +281,7 @@ class Hybrid(NearFar[HybridState]):
             return "chosen blocks"
         far, bias, learned = self.parts(w, q)
         maps = None if traced() else self.far.core_map(far)
-        if (why := compiled.obstacle(q, k, v, maps)) or maps is None:
+        if (why := compiled.unsupported_reason(q, k, v, maps)) or maps is None:
             return why
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.positions(visible, first=self.first, last=0 if is_causal else self.last)
@@ -295,7 +295,7 @@ class Hybrid(NearFar[HybridState]):
             trace.record(compiled.PATH, f"{self.near!r} leaves keys out")
         return out.to(v.dtype)
 
-    def _reads(
+    def _attend_reference(
         self, q: Tensor, near: KVCache, sinks: SinkTokens, w: Any, *, start: int, is_causal: bool,
         far: LinearState | None = None,
     ) -> Tensor:  # fmt: skip
@@ -308,14 +308,16 @@ class Hybrid(NearFar[HybridState]):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Near and far keys under one normaliser, or exact attention where the near part covers everything."""
-        if gpu.obstacle(self.near, q, k, v, key_mask, is_causal=is_causal):
+        if gpu.unsupported_reason(self.near, q, k, v, key_mask, is_causal=is_causal):
             return self._attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
         near, (far_w, _, learned) = self.window, self.parts(w, q)
         out, logs = gpu.near_part(near, q, k, v, key_mask, is_causal=is_causal)
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
         q = self.scaled(widen(q))
-        return gpu.merged(out, logs, q, k, v, others, sinks, learned, self.far, far_w, near, is_causal=is_causal)
+        return gpu.merge_near_and_far(
+            out, logs, q, k, v, others, sinks, learned, self.far, far_w, near, is_causal=is_causal
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``attend`` without FlexAttention."""
@@ -343,7 +345,9 @@ class Hybrid(NearFar[HybridState]):
             return attend(self.scaled(q), k, v, far_w, learned, self.near, self.far, **ends, key_mask=key_mask)
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
-        return self._reads(q, KVCache(k, v, others), sinks, w, start=k.shape[-2] - q.shape[-2], is_causal=is_causal)
+        return self._attend_reference(
+            q, KVCache(k, v, others), sinks, w, start=k.shape[-2] - q.shape[-2], is_causal=is_causal
+        )
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: HybridState | None, *, key_mask: Tensor | None
@@ -369,7 +373,7 @@ class Hybrid(NearFar[HybridState]):
         if state is not None:
             sinks = state.sinks.append(sinks, self.first)
         if out is None:
-            out = self._reads(q, near, sinks, w, start=start, is_causal=True, far=far)
+            out = self._attend_reference(q, near, sinks, w, start=start, is_causal=True, far=far)
         if leaving := self.window.leaving(keys):
             features = masked_keys(phi, near.k[..., :leaving, :], near.visible[..., :leaving])
             far = linear_state.combine(far, linear_state.summarise(features, near.v[..., :leaving, :]))

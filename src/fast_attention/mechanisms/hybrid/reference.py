@@ -40,8 +40,8 @@ class Plan(NamedTuple):
     start: int  # the position of the first query
     block: int  # tokens of a block
     query_blocks: int
-    behind: int  # keys of a span before its block
-    ahead: int  # and after it
+    keys_left: int  # keys of a span before its block
+    keys_right: int  # and after it
     first: int  # the position of the first block of keys
     before: int  # blocks of keys before the first span
 
@@ -50,16 +50,18 @@ class Plan(NamedTuple):
         """Whole blocks, counted from the first key, for queries from position ``start`` on, which begins a block."""
         end, rest = start + length if symbolic() else max(start + length, 1), keys - start
         block = near.block_size
-        behind = smaller(near.before, end // block) * block
-        ahead = 0 if is_causal else smaller(near.after, rest // block + 1) * block
-        first = start - behind
+        keys_left = smaller(near.before, end // block) * block
+        keys_right = 0 if is_causal else smaller(near.after, rest // block + 1) * block
+        first = start - keys_left
         before = max(0, -(-first // block))
-        return Plan(is_causal, start, block, count(length, block), behind, ahead, first - before * block, before)
+        return Plan(
+            is_causal, start, block, count(length, block), keys_left, keys_right, first - before * block, before
+        )
 
     @property
     def span(self) -> int:
         """Keys that a block of queries reads."""
-        return self.behind + self.block + self.ahead
+        return self.keys_left + self.block + self.keys_right
 
     @property
     def span_blocks(self) -> int:
@@ -75,7 +77,7 @@ class Plan(NamedTuple):
 
     def inside(self, keys: int) -> bool:
         """Whether all spans lie inside a sequence of ``keys`` tokens."""
-        return self.start >= self.behind and self.start + self.query_blocks * self.block + self.ahead <= keys
+        return self.start >= self.keys_left and self.start + self.query_blocks * self.block + self.keys_right <= keys
 
 
 class FarSums(NamedTuple):
@@ -105,7 +107,7 @@ def block_sums(
     """The sums over each of ``number`` blocks of keys from position ``start`` on, some of which may hold no keys."""
 
     def blocks(x: Tensor) -> Tensor:
-        return slices(x, block=block, behind=0, ahead=0, number=number, start=start)
+        return slices(x, block=block, keys_left=0, keys_right=0, number=number, start=start)
 
     values_and_one, largest = blocks(torch.cat([v, torch.ones_like(v[..., :1])], -1)), None
     if keys.log_scale is not None:
@@ -165,19 +167,19 @@ class Inputs(NamedTuple):
         return Inputs(q, k, v, visible, SinkTokens(*t[:3]), *features, FarSums(*t[7:9]), *t[9:11])
 
 
-class Sight(NamedTuple):
+class BlockMask(NamedTuple):
     """Which keys of its span a query of a block sees, the same for every head."""
 
     masked: Bool[Tensor, "block span"] | None  # not at all; None: it sees all
     position: Int[Tensor, "blocks block"]  # of the queries
 
     @staticmethod
-    def of(plan: Plan, device: torch.device) -> Sight:
+    def of(plan: Plan, device: torch.device) -> BlockMask:
         """From where the blocks lie."""
-        block, behind, ahead = plan.block, plan.behind, plan.ahead
-        later = ~masks.band(block, behind, ahead, left=None, right=0, device=device) if plan.is_causal else None
+        block, keys_left, keys_right = plan.block, plan.keys_left, plan.keys_right
+        later = ~masks.band(block, keys_left, keys_right, left=None, right=0, device=device) if plan.is_causal else None
         first = torch.arange(plan.query_blocks, device=device)[:, None] * block + plan.start
-        return Sight(later, first + torch.arange(block, device=device))
+        return BlockMask(later, first + torch.arange(block, device=device))
 
 
 def attend(
@@ -209,7 +211,7 @@ def attend(
     front = start % size  # whole blocks are padded in front
     q = pad(q, (0, 0, front, 0)) if symbolic() or front else q
     plan = Plan.of(near, length + front, keys, start - front, is_causal=is_causal)
-    numbers = offsets.between(bias, 1 - plan.behind - size, size + plan.span - 1, q)[0]
+    numbers = offsets.between(bias, 1 - plan.keys_left - size, size + plan.span - 1, q)[0]
     features = maps[0](q), masked_keys(maps[1], k, visible)
     out = near_far(Inputs(q, k, v, visible, sinks, *features, before, numbers, learned_sinks), plan)
     return out[..., front:, :] if symbolic() or front else out
@@ -226,31 +228,32 @@ def _near_and_far(*tensors: Any, **numbers: Any) -> Tensor:
     if exporting() or plan.key_blocks:
         blocks = block_sums(x.keys, x.v, start=plan.first, block=plan.block, number=plan.key_blocks)
     whole = replaced(x, outside=sums_outside(blocks, x.outside, plan))
-    return attend_spans(whole, Sight.of(plan, x.q.device), plan)
+    return attend_spans(whole, BlockMask.of(plan, x.q.device), plan)
 
 
 _NODE = Operation(_near_and_far, empty=like_queries)
 
 
-def attend_spans(x: Inputs, sight: Sight, plan: Plan) -> Float[Tensor, "*batch length values"]:
+def attend_spans(x: Inputs, block_mask: BlockMask, plan: Plan) -> Float[Tensor, "*batch length values"]:
     """Outputs of blocks of queries over their spans, the sink tokens and the keys outside every span."""
     block, q = plan.block, x.q * x.q.shape[-1] ** -0.5
 
     def around(x: Tensor) -> Tensor:
-        return slices(x, block=block, behind=plan.behind, ahead=plan.ahead, number=plan.query_blocks, start=plan.start)
+        sides = {"keys_left": plan.keys_left, "keys_right": plan.keys_right}
+        return slices(x, block=block, **sides, number=plan.query_blocks, start=plan.start)
 
     def row(x: Tensor | None, cut: Callable[[Tensor], Tensor]) -> Tensor | None:
         return None if x is None else cut(x[..., None])[..., 0]
 
-    visible, masked = x.visible, sight.masked
+    visible, masked = x.visible, block_mask.masked
     if visible is None and not plan.inside(x.k.shape[-2]):
         visible = torch.ones(x.k.shape[-2], dtype=torch.bool, device=q.device)
     if visible is not None:
         outside = ~around(visible[..., None])[..., 0][..., None, :]
         masked = outside if masked is None else outside | masked
     sink_logits, unknown = split(q @ x.sinks.k.mT, block), ~x.sinks.present[..., None, None, :]
-    if sight.masked is not None:
-        unknown = unknown | (x.sinks.position[..., None, None, :] > sight.position[..., None])
+    if block_mask.masked is not None:
+        unknown = unknown | (x.sinks.position[..., None, None, :] > block_mask.position[..., None])
     queries = Features(split(x.queries.values, block), row(x.queries.log_scale, lambda t: split(t, block)))
     exact = split(q, block) @ around(x.k).mT
     if x.numbers is not None:

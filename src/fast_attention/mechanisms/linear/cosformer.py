@@ -105,13 +105,13 @@ class CosFormer(Attention[Positions, CosFormerState]):
         paper="Qin et al. 2022, arXiv 2202.08791",
         formula="linear attention, relu(q_i) . relu(k_j) cos(pi (i - j) / 2M)",
         cost="n d^2",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=KERNELS,
         causal=True,
         padding=True,
         cross=True,
         memory="constant",
-        bounded=True,
+        needs_max_len=True,
     )
 
     def __post_init__(self) -> None:
@@ -150,13 +150,13 @@ class CosFormer(Attention[Positions, CosFormerState]):
         return out, CosFormerState.after(sums, end, w)
 
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: Positions, *, key_mask: Tensor | None = None) -> CosFormerState:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: Positions, *, key_mask: Tensor | None = None) -> CosFormerState:
         """The sums over some tokens, of which the first stands at position 0."""
         self.within(k.shape[-2], w.number)
-        sums = _linear(self.eps).summary(w.turned(k), v, (), key_mask=key_mask)
+        sums = _linear(self.eps).summarise_keys(w.turned(k), v, (), key_mask=key_mask)
         return CosFormerState.after(sums, k.shape[-2], w)
 
-    def merged(self, earlier: CosFormerState, later: CosFormerState) -> CosFormerState:
+    def merge_states(self, earlier: CosFormerState, later: CosFormerState) -> CosFormerState:
         """The sums over two neighbouring chunks: the later one's stand behind the earlier one's."""
         sums = linear_state.combine(LinearState(*earlier[:3]), later.later(earlier.angle))
         return CosFormerState(*sums, earlier.angle + later.angle)

@@ -160,7 +160,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
             paper="Sun et al. 2023, arXiv 2307.08621",
             formula="S_t = g_t S_{t-1} + phi(k_t) v_t^T, z alike; phi(q) S_t / (phi(q) . z_t + eps)",
             cost="n m d",
-            order=1.0,
+            complexity_exponent=1.0,
             gpu=KERNELS,
             causal=True,
             padding=True,
@@ -224,11 +224,11 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         return out, DecayedState(*after)
 
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:
         """The sums over some tokens, and how much these decay what was before them."""
         log_decay = columns(decay(k, w, key_mask).logs, k)
         return decayed_sums.summarise(k, v, log_decay, key_mask, phi=self.feature_map)
 
-    def merged(self, earlier: DecayedState, later: DecayedState) -> DecayedState:
+    def merge_states(self, earlier: DecayedState, later: DecayedState) -> DecayedState:
         """The sums over neighbouring tokens."""
         return decayed_sums.combine(earlier, later)

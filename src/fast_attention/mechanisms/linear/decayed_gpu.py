@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fast_attention.engine import operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
-from fast_attention.gpu import decayed, plain, self_check, walking
+from fast_attention.gpu import calls, decayed, plain, self_check
 from fast_attention.gpu.configurations import WIDEST
 from fast_attention.mechanisms.linear import gpu
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
@@ -30,7 +30,7 @@ def serves(
 ) -> str:  # fmt: skip
     """Why kernels cannot compute this call; empty where they can."""
     ones = normalize and not is_causal
-    if why := operation.gpu_obstacle(q, k, v, widest=WIDEST - ones):
+    if why := operation.gpu_unsupported_reason(q, k, v, widest=WIDEST - ones):
         return why
     if not isinstance(phi, Elementwise):
         return "a feature map that is not elementwise"
@@ -39,7 +39,7 @@ def serves(
     if not is_causal:  # heads as ``attend`` has them then
         q, v = (q.new_empty((0, x.shape[-1] + one), dtype=torch.float32) for x, one in ((q, 0), (v, ones)))
     case = self_check.decayed(phi, normalized=normalize and is_causal)
-    return self_check.obstacle(case, q, v, masked=key_mask is not None)
+    return self_check.unsupported_reason(case, q, v, masked=key_mask is not None)
 
 
 def advances(
@@ -101,12 +101,12 @@ def advance(
 ) -> tuple[Tensor, DecayedState]:  # fmt: skip
     """Causal outputs of tokens behind ``state``, and the state after them; ``log_decay`` (..., L) in float32."""
     D, lead = k.shape[-1], q.shape[:-2]
-    logs = walking.as_heads(log_decay[..., None], lead)[..., 0]
+    logs = calls.as_heads(log_decay[..., None], lead)[..., 0]
     first = None if state is None else torch.cat([state.kv.flatten(-2), state.k], -1)
     q, k, code, offset = gpu.mapped(q, k, phi)
-    forms, _ = decayed.forms(logs, eps, code, offset, normalize)
-    decodes = walking.steps(q, k, v, first, log_decay)
-    out, last = walking.further(forms, q, k, v, key_mask, first, decodes=decodes)
+    kernel_set, _ = decayed.kernel_set(logs, eps, code, offset, normalize)
+    decodes = calls.steps(q, k, v, first, log_decay)
+    out, last = calls.advance(kernel_set, q, k, v, key_mask, first, decodes=decodes)
     kv, k = last[..., : D * v.shape[-1]].reshape(*lead, D, v.shape[-1]), last[..., -D:]
     over_all = log_decay.sum(-1, keepdim=True).expand(*lead, 1)
     over_all = over_all if state is None else over_all + state.log_decay

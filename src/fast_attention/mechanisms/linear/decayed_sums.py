@@ -51,7 +51,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Outputs (..., L, Ev); not causal, the sums from the left and those from the right."""
     directed, empty = partial(_directed, phi=phi, normalize=normalize), None
-    if operation.obstacle(q, k, v, even=True) or not short(q):  # a state for each would weigh more than all pairs
+    if operation.unsupported_reason(q, k, v, even=True) or not short(q):  # states would weigh more than all pairs
         empty = _empty(k, v, phi, log_decay)
     if is_causal:
         return _finished(*directed(q, k, v, log_decay, key_mask, empty, eps=eps)[0], normalize)
@@ -104,7 +104,7 @@ def _directed(
     mask = None if key_mask is None else key_mask.expand(k.shape[:-1])[..., None]
     tokens, step = [q, k, v, log_decay, mask], _step(phi, normalize, eps, strict)
     size = LEAST if state is None else max(LEAST, NUMBERS // max(state.k.numel(), 1))
-    why = operation.obstacle(q, k, v, even=True)
+    why = operation.unsupported_reason(q, k, v, even=True)
     if state is None or why or q.shape[-2] <= size:
         trace.record("blocks side by side", why or "short", block=BLOCK)
         (numerator, denominator), after = step(tokens, (), state or ())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine import trace
-from fast_attention.engine.operation import Fast, Operation, like_queries, obstacle
+from fast_attention.engine.operation import Fast, Operation, like_queries, unsupported_reason
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Map
@@ -26,7 +26,7 @@ def attend(
 ) -> Tensor:
     """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
     if not phi.exponential:
-        why = obstacle(q, k, v) or "features of either sign"
+        why = unsupported_reason(q, k, v) or "features of either sign"
         return _plain_sums(phi, q, k, v, heads, is_causal=is_causal, key_mask=key_mask, because=why)
     if not symbolic() and heads.rows.shape[:-2] != q.shape[-heads.rows.ndim : -2]:
         lead = torch.broadcast_shapes(q.shape[:-2], heads.rows.shape[:-2])
@@ -147,7 +147,7 @@ def advance(
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Causal outputs of new tokens behind ``state``, and the state after them."""
     if not phi.exponential:
-        trace.record("plain sums", obstacle(q, k, v) or "features of either sign")
+        trace.record("plain sums", unsupported_reason(q, k, v) or "features of either sign")
         return _plain_advance(phi, q, k, v, heads, state, key_mask)
     before = (None, None, None) if state is None else state
     out, *after = further(q, k, v, key_mask, *heads, *before, hyperbolic=phi.pairs, is_causal=True)

@@ -104,7 +104,7 @@ class Favor(Kernelised[TrigonometricWeights]):
         paper="Choromanski et al. 2020, arXiv 2006.03555",
         formula="phi(q) . phi(k) estimates exp(q . k / sqrt(d)); phi(x) = e^(|x|^2 / 2) [cos W x, sin W x] / sqrt(m)",
         cost="n m d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=PLAIN,
         causal=True,
         padding=True,

@@ -110,7 +110,7 @@ class FavorPlus(RandomKernelised[Projection]):
             paper="Choromanski et al. 2020, arXiv 2009.14794",
             formula="phi(q) . phi(k) estimates exp(q . k / sqrt(d)); phi(x) = exp(W x - |x|^2 / 2) / sqrt(m)",
             cost="n m d",
-            order=1.0,
+            complexity_exponent=1.0,
             gpu=KERNELS,
             causal=True,
             padding=True,

@@ -65,7 +65,7 @@ def optimal_damping(
         ValueError: There is no pair to learn from, what is in them is not finite, or sizes do not fit.
     """
     checks.tensors(q=q, k=k)
-    checks.heads(q, k, k, alike=True)
+    checks.heads(q, k, k, same_width=True)
     if key_mask is not None:
         checks.key_mask(key_mask, tuple(q.shape[:-3]), k)
     width = q.shape[-1]
@@ -124,7 +124,7 @@ class FavorPlusPlus(RandomKernelised[DampedProjection]):
         paper="Likhosherstov et al. 2022, arXiv 2205.15317",
         formula="E[phi(q) . phi(k)] = exp(q . k / sqrt(d)), phi(x) = D exp(A |w|^2 + B w . x - |x|^2 / 2) / sqrt(m)",
         cost="n m d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=KERNELS,
         causal=True,
         padding=True,

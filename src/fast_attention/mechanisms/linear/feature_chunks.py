@@ -60,7 +60,7 @@ def against(
     maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, numbers: int = SEVERAL * NUMBERS
 ) -> str:
     """Why chunks would not do; empty where they do, from as many features of all tokens on as ``numbers``."""
-    if why := operation.obstacle(q, k, v, even=True):
+    if why := operation.unsupported_reason(q, k, v, even=True):
         return why
     if min(q.shape[-2], k.shape[-2]) < SEVERAL * LEAST:
         return f"fewer than {SEVERAL * LEAST} tokens"

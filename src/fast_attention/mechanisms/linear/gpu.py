@@ -11,7 +11,7 @@ from fast_attention.engine import operation
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Features
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
-from fast_attention.gpu import maps, operations, self_check, walking
+from fast_attention.gpu import calls, maps, operations, self_check
 from fast_attention.gpu.configurations import WIDEST
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
 from fast_attention.mechanisms.linear.linear_state import LinearState
@@ -23,8 +23,8 @@ FEW = 16  # new tokens up to which plain operations take a state on
 
 def serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Any, number: int, **settings: Any) -> str:
     """Why kernels cannot compute linear attention with this map; empty where they can."""
-    why = operation.gpu_obstacle(q, k, v, widest=WIDEST)
-    return why or self_check.obstacle(self_check.elementwise(MAPS[number]), q, v, masked=key_mask is not None)
+    why = operation.gpu_unsupported_reason(q, k, v, widest=WIDEST)
+    return why or self_check.unsupported_reason(self_check.elementwise(MAPS[number]), q, v, masked=key_mask is not None)
 
 
 def advances(*tensors: Any, **settings: Any) -> str:
@@ -36,7 +36,7 @@ def advances(*tensors: Any, **settings: Any) -> str:
 
 def few(q: Tensor, k: Tensor, v: Tensor, state: LinearState | DecayedState | None, *weights: Tensor | None) -> str:
     """Why plain operations take a state on by these tokens; empty where kernels do: of one token that of decoding."""
-    if symbolic() or q.shape[-2] > FEW or (state is not None and walking.steps(q, k, v, *weights)):
+    if symbolic() or q.shape[-2] > FEW or (state is not None and calls.steps(q, k, v, *weights)):
         return ""
     return f"no more than {FEW} new tokens"
 
@@ -52,8 +52,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, number: int, offset: float, eps: float, is_causal: bool
 ) -> Tensor:
     """Outputs (..., L, Ev): see ``linear_attention``."""
-    forms = operations.forms(eps, CODES[number], offset)
-    return walking.walk(forms, q, k, v, key_mask, is_causal=is_causal)
+    kernel_set = operations.kernel_set(eps, CODES[number], offset)
+    return calls.run(kernel_set, q, k, v, key_mask, is_causal=is_causal)
 
 
 def further(
@@ -63,9 +63,9 @@ def further(
     """Outputs of new tokens behind a state, and the three tensors of the state after them."""
     (kv, z, _), D = state, k.shape[-1]
     first = None if kv is None or z is None else torch.cat([kv.flatten(-2), z], -1)
-    forms = operations.forms(eps, CODES[number], offset)
-    decodes = walking.steps(q, k, v, first)
-    out, last = walking.further(forms, q, k, v, key_mask, first, decodes=decodes)
+    kernel_set = operations.kernel_set(eps, CODES[number], offset)
+    decodes = calls.steps(q, k, v, first)
+    out, last = calls.advance(kernel_set, q, k, v, key_mask, first, decodes=decodes)
     kv, k = last[..., : D * v.shape[-1]].unflatten(-1, (D, -1)), last[..., -D:]
     return out, kv, k, torch.zeros_like(k[..., :1])
 

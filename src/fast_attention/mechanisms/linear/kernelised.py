@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.heads import by_head, summed_by_head
-from fast_attention.engine.numerics import LOG2E, MOST, bounded
+from fast_attention.engine.numerics import LOG2E, MOST, clamp
 from fast_attention.engine.operation import Fast, Operation, Tensors
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
@@ -106,11 +106,11 @@ class Kernelised(Attention[W, LinearState]):
 
     @summed_in_chunks
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
         """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of some tokens, over their largest features."""
         return in_range.summarise(reference.masked_keys(self.maps(w)[1], k, key_mask), v)
 
-    def merged(self, earlier: LinearState, later: LinearState) -> LinearState:
+    def merge_states(self, earlier: LinearState, later: LinearState) -> LinearState:
         """The sums over two neighbouring chunks."""
         return linear_state.combine(earlier, later)
 
@@ -126,7 +126,7 @@ def token_features(
 
 
 def _plain(x: Tensor, rows: Tensor, bias: Tensor | None, *, hyperbolic: bool, factor: float) -> tuple[Tensor, Tensor]:
-    x = bounded(x) * x.shape[-1] ** -0.25
+    x = clamp(x) * x.shape[-1] ** -0.25
     logs = by_head(x, (torch.cat([rows, -rows], -2) if hyperbolic else rows).mT)
     logs = logs if bias is None else logs + bias
     top = logs.detach().amax(-1)

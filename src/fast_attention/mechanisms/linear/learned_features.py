@@ -47,7 +47,7 @@ class LearnedFeatures(RandomKernelised[Maps]):
         paper="Zhang et al. 2024, arXiv 2402.04347",
         formula="linear attention, phi(x) = [exp(W x), exp(-W x)] exp(-|x|^2 / 2) with W learned",
         cost="n m d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=KERNELS,
         causal=True,
         padding=True,

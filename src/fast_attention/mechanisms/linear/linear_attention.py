@@ -62,7 +62,7 @@ class LinearAttention(Kernelised[tuple[()]]):
         paper="Katharopoulos et al. 2020, arXiv 2006.16236",
         formula="phi(q) (sum_j phi(k_j) v_j^T) / (phi(q) . sum_j phi(k_j) + eps)",
         cost="n m d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=KERNELS,
         causal=True,
         padding=True,

@@ -179,7 +179,7 @@ class LogLinearAttention(Attention[LevelWeights, FenwickState]):
         paper="Guo et al. 2025, arXiv 2506.04761",
         formula="sum_l softplus(b_l + r_l . q_t) phi(q_t) S_t^(l), S^(l) sums phi(k_j) v_j^T over a Fenwick split",
         cost="n log(n) m d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=PLAIN,
         causal=True,
         bidirectional=False,

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fast_attention.engine.heads import by_head
-from fast_attention.engine.numerics import bounded
+from fast_attention.engine.numerics import clamp
 from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Features
@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 
     def __call__(self, x: Float[Tensor, "*batch heads n width"]) -> Float[Tensor, "*batch heads n features"]:
         """``W x + b``."""
-        return by_head(bounded(x), self.rows.mT.to(x.dtype)) + self.bias[:, None].to(x.dtype)
+        return by_head(clamp(x), self.rows.mT.to(x.dtype)) + self.bias[:, None].to(x.dtype)
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,7 +55,7 @@ class T2R(Kernelised[Layer]):
         paper="Kasai et al. 2021, arXiv 2103.13076",
         formula="linear attention, phi(x) = max(W x + b, 0) with W and b learned",
         cost="n m d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=KERNELS,
         causal=True,
         padding=True,

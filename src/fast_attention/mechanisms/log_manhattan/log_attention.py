@@ -144,13 +144,13 @@ def _forward(*tensors: Any, keep: bool, settings: LogSettings) -> tuple[Tensor, 
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, settings: LogSettings,
 ) -> tuple[Any, ...]:  # fmt: skip
     q, k, v, _ = inputs
     d_inputs = [summed.empty(x) for x in (q, k, v)]
     one = _Log(inputs, outputs[0], settings, gradients[0], *d_inputs)
-    summed.backward(one, q, v, kept[0], is_causal=settings.is_causal)
+    summed.backward(one, q, v, saved[0], is_causal=settings.is_causal)
     return *d_inputs, None
 
 
@@ -212,9 +212,9 @@ class LogAttention(Attention[tuple[()], States]):
             paper='Jiang and Zuo, "Fast Attention", Eqs. 7-10',
             formula="log h(q_i) S0 + S1, b = log h(k)" if self.normalize == "none" else formula,
             cost="n d^2" if dot else "n d",
-            order=1.0,
+            complexity_exponent=1.0,
             gpu=SUMS,
-            reads="kv" if softmax and not dot else "qkv",
+            inputs="kv" if softmax and not dot else "qkv",
             causal=True,
             padding=True,
             cross=True,
@@ -269,7 +269,7 @@ class LogAttention(Attention[tuple[()], States]):
 
     @advancing.summed_in_chunks
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
         """The sums over the keys of a chunk."""
         if self.score == "logdot":
             return linear_state.summarise(linear.masked_keys(self.feature_map.features, k, key_mask), v)
@@ -277,7 +277,7 @@ class LogAttention(Attention[tuple[()], States]):
             return pool.pooled(*self._pool_terms(k, v, key_mask))
         return KeySums(reference.terms(self._scores(k, v), v, key_mask).sum(-2, keepdim=True))
 
-    def merged(self, earlier: States, later: States) -> States:
+    def merge_states(self, earlier: States, later: States) -> States:
         """The sums over two neighbouring chunks."""
         match earlier, later:
             case LinearState(), LinearState():

@@ -156,11 +156,11 @@ def _forward(*tensors: Any, keep: bool, settings: ManhattanSettings) -> tuple[Te
 
 
 def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, settings: ManhattanSettings,
 ) -> tuple[Any, ...]:  # fmt: skip
     k, v, key_mask = inputs
-    (anchor, sums), dk, dv = kept, summed.empty(k), summed.empty(v)
+    (anchor, sums), dk, dv = saved, summed.empty(k), summed.empty(v)
     one = _Manhattan(inputs, outputs[0], settings, anchor, gradients[0], dk, dv)
     summed.backward(one, v, v, sums, is_causal=settings.is_causal)
     if not settings.is_causal:
@@ -229,9 +229,9 @@ class Manhattan(Attention[tuple[()], States]):
             paper='Jiang and Zuo, "Fast Attention", Eqs. 11-12',
             formula=f"{'' if self.distance == 'laplacian' else 'k_i v_i + '}sum_j {terms[self.distance]} v_j",
             cost="n d" if self._linear else "n log n d (causal: n log^2 n d)",
-            order=1.0,
+            complexity_exponent=1.0,
             gpu=SUMS,
-            reads="kv" if self.query_dim == 0 else "qkv",
+            inputs="kv" if self.query_dim == 0 else "qkv",
             causal=True,
             padding=True,
             memory="constant" if self._linear else "growing",
@@ -278,7 +278,7 @@ class Manhattan(Attention[tuple[()], States]):
 
     @advancing.summed_in_chunks
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
+    def summarise_keys(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
         """The sums over the keys of a chunk."""
         l, x, _, diagonal, _ = self._terms(k, v, key_mask)
         return reference.summarised(l, x, diagonal, key_mask)
@@ -291,7 +291,7 @@ class Manhattan(Attention[tuple[()], States]):
         l, *_, diagonal, _ = self._terms(k, v, key_mask)
         return self._of_sums(q, l, diagonal, state)
 
-    def merged(self, earlier: Any, later: Any) -> States:
+    def merge_states(self, earlier: Any, later: Any) -> States:
         """The sums over two neighbouring chunks."""
         return reference.combined(earlier, later)
 

@@ -120,7 +120,7 @@ Kind = Literal["absolute", "laplacian"]
 Pair = tuple[Tensor, Tensor]
 
 
-def in_range(l: Tensor) -> bool:
+def one_scale_is_enough(l: Tensor) -> bool:
     """Whether the l lie so close together that their exponentials need no log scale."""
     low, high = l.detach().aminmax()
     return bool(high - low < RANGE.get(l.dtype, 0.0))
@@ -140,14 +140,14 @@ def sorted_forward(l: Tensor, x: Tensor, *, keep: bool, kind: Kind) -> tuple[Ten
 
 
 def sorted_backward(
-    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, kind: Kind,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of l and x."""
     l, x = inputs
     dl, dx = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (l, x))
     views, sums = tuple(_rows(y, l) for y in (l, x, gradients[0], dl, dx)), _sums(kind)
-    for group, order in zip(_groups(views[0]), kept, strict=True):
+    for group, order in zip(_groups(views[0]), saved, strict=True):
         ls, xs, gs, dls, dxs = (view[group] for view in views)
         ordered, xo, go = (_gather(y, order) for y in (ls, xs, gs))
         slope = sums(ordered, xo)[1].mul_(go)
@@ -204,7 +204,7 @@ def _scatter(out: Tensor, order: Tensor, y: Tensor) -> None:
 
 def _far_apart(l: Tensor, x: Tensor) -> str:
     """Why there is no closed form; empty where there is one."""
-    return "" if in_range(l) else "log keys so far apart that sums need a running log scale"
+    return "" if one_scale_is_enough(l) else "log keys so far apart that sums need a running log scale"
 
 
 def _plain(l: Tensor, x: Tensor, sums: Sums) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fast_attention import core
 from fast_attention.engine import trace
-from fast_attention.engine.operation import Fast, Operation, obstacle
+from fast_attention.engine.operation import Fast, Operation, unsupported_reason
 from fast_attention.mechanisms.lsh.reference import SHORTEST, Codes, Rules, Tokens, hashed_softmax
 from fast_attention.mechanisms.lsh.reference import buckets as reference_buckets
 
@@ -27,7 +27,7 @@ def against(q: Tensor, v: Tensor, *others: Tensor, number: int, **settings: Any)
 
 def buckets(q: Tokens, rotations: Tensor, sizes: tuple[int, ...], number: int) -> Codes:
     """``reference.buckets``, where the core serves in one product and no other operation of torch."""
-    if obstacle(q) or against(q, q, number=number):
+    if unsupported_reason(q) or against(q, q, number=number):
         return reference_buckets(q, rotations, sizes)
     tokens, rounds = _four_axes(q), rotations.shape[1]
     found = torch.empty(*q.shape[:-2], rounds, q.shape[-2], dtype=torch.int32)
@@ -55,20 +55,20 @@ def forward(q: Tensor, v: Tensor, bucket: Tensor, *, keep: bool, **numbers: Any)
     order, arranged = torch.empty_like(codes), torch.empty_like(codes)
     lengths, logs = torch.empty(2, *a.shape[:-1], dtype=torch.float32).unbind()
     out = torch.empty(b.shape, dtype=b.dtype)
-    kept = (order, arranged, lengths, logs)
-    torch.ops.fast_attention_core.lsh_forward(a, b, codes, *_settings(Rules(**numbers)), *kept, out)
-    return out.view(v.shape), kept if keep else ()
+    saved = (order, arranged, lengths, logs)
+    torch.ops.fast_attention_core.lsh_forward(a, b, codes, *_settings(Rules(**numbers)), *saved, out)
+    return out.view(v.shape), saved if keep else ()
 
 
 def backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     **numbers: Any,
 ) -> tuple[Tensor, Tensor, None]:  # fmt: skip
     """Gradients of q and v, from weights computed again."""
     (q, v, _), out, grad_out = inputs, outputs[0], gradients[0]
     a, b, out, grad_out = (_four_axes(x) for x in (q, v, out, grad_out))
     dq, dv = torch.empty(a.shape, dtype=a.dtype), torch.empty(b.shape, dtype=b.dtype)
-    torch.ops.fast_attention_core.lsh_backward(a, b, *_settings(Rules(**numbers)), *kept, out, grad_out, dq, dv)
+    torch.ops.fast_attention_core.lsh_backward(a, b, *_settings(Rules(**numbers)), *saved, out, grad_out, dq, dv)
     return dq.view(q.shape), dv.view(v.shape), None
 
 

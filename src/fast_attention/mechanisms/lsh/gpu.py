@@ -21,16 +21,16 @@ PAIRS = 1 << 24  # of blocks, lanes and rounds together: FlexAttention lists som
 FAR = 1 << 30  # more than any code
 
 
-def obstacle(q: Tensor, v: Tensor, rounds: int) -> str:
+def unsupported_reason(q: Tensor, v: Tensor, rounds: int) -> str:
     """Why FlexAttention does not compute this call; empty where it does."""
     if not symbolic():
         q, v = (_of_rounds(x, rounds) for x in (q, v))
-    if why := patterns.obstacle(q, q, v, None, logged=True):
+    if why := patterns.unsupported_reason(q, q, v, None, logged=True):
         return why
     if q[..., 0, 0].numel() * (flex.rounded(q.shape[-2]) // flex.SIZE) ** 2 <= PAIRS:
         return ""
     why = f"more than {PAIRS} pairs of blocks in all rounds"
-    operation.unserved(q, why)
+    operation.log_fallback(q, why)
     return why
 
 
@@ -66,8 +66,8 @@ def pattern(arranged: Arranged, rules: Rules) -> flex.Pattern:
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         meets = (lows[h, i] <= j) & (j <= highs[h, i]) & (i != j)
         for s in range(earlier):
-            apart = known[s, h, i] - known[s, h, j]
-            meets = meets & (apart != 0) & (apart != 1)
+            difference = known[s, h, i] - known[s, h, j]
+            meets = meets & (difference != 0) & (difference != 1)
         return meets
 
     begins = torch.arange(0, size, flex.SIZE, device=order.device)
@@ -87,10 +87,10 @@ def _interval(code: Int[Tensor, "lanes length"], *, is_causal: bool) -> tuple[Te
 def _known(every: Int[Tensor, "lanes rounds codes length"], size: int) -> Int[Tensor, "earlier heads size"]:
     """Codes of rounds but the last, in the orders of all rounds; from its own round on such as never meet."""
     rounds = every.shape[1]
-    apart = 4 * torch.arange(size, device=every.device, dtype=every.dtype)
+    distinct = 4 * torch.arange(size, device=every.device, dtype=every.dtype)
     later = torch.ones(rounds, rounds, dtype=torch.bool, device=every.device).triu()[:, :-1, None]
     codes = F.pad(every[:, :, :-1], (0, size - every.shape[-1]))
-    return torch.where(later, apart, codes).flatten(0, 1).transpose(0, 1).contiguous()
+    return torch.where(later, distinct, codes).flatten(0, 1).transpose(0, 1).contiguous()
 
 
 def _of_rounds(x: Tensor, rounds: int) -> Tensor:

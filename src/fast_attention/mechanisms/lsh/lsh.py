@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import masks, trace
-from fast_attention.engine.numerics import bounded
+from fast_attention.engine.numerics import clamp
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import replaced
 from fast_attention.mechanism import Attention, Shape, Traits
@@ -64,7 +64,7 @@ def lsh_attention(
     rules = Rules(
         math.prod(sizes), bucket_size, ranked, attend_across_buckets, is_causal, correct_duplicates, float(scale)
     )
-    rounded = None if gpu.obstacle(q, v, rotations.shape[1]) else q.dtype
+    rounded = None if gpu.unsupported_reason(q, v, rotations.shape[1]) else q.dtype
     return _hashed(q, v, rotations, sizes, rules, key_mask, rounded)
 
 
@@ -107,12 +107,13 @@ class HashMemory(NamedTuple):
 
 def remember(k: Tokens, v: Tokens, bucket: Int[Tensor, "..."], *, number: int, size: int) -> HashMemory:
     """The memory after the first tokens, with buckets (..., H, rounds, L); bucket ``number`` holds what is masked."""
-    lead, slots = bucket.shape[:-1], 2 * size
+    batch_shape, slots = bucket.shape[:-1], 2 * size
     empty = HashMemory(
-        k.new_zeros(*lead, number, slots, k.shape[-1]), v.new_zeros(*lead, number, slots, v.shape[-1]),
-        bucket.new_full((*lead, number, slots), -1), bucket.new_zeros(*lead, number), bucket.new_zeros(()),
-        k.new_zeros(*lead[:-1], LOG, k.shape[-1]), v.new_zeros(*lead[:-1], LOG, v.shape[-1]),
-        bucket.new_full((*lead, LOG), number), bucket.new_zeros(()),
+        k.new_zeros(*batch_shape, number, slots, k.shape[-1]), v.new_zeros(*batch_shape, number, slots, v.shape[-1]),
+        bucket.new_full((*batch_shape, number, slots), -1), bucket.new_zeros(*batch_shape, number),
+        bucket.new_zeros(()),
+        k.new_zeros(*batch_shape[:-1], LOG, k.shape[-1]), v.new_zeros(*batch_shape[:-1], LOG, v.shape[-1]),
+        bucket.new_full((*batch_shape, LOG), number), bucket.new_zeros(()),
     )  # fmt: skip
     return _written(empty, k, v, bucket)
 
@@ -125,14 +126,14 @@ def _written(memory: HashMemory, k: Tensor, v: Tensor, bucket: Tensor) -> HashMe
     added = torch.zeros_like(bucket[..., :1]).expand(*bucket.shape[:-1], number + 1)
     added = added.scatter_add(-1, bucket, torch.ones_like(bucket))
     bucket_or_last = bucket.clamp(max=number - 1)
-    kept = (bucket < number) & (rank >= added.gather(-1, bucket) - slots)  # the last token of a slot
+    saved = (bucket < number) & (rank >= added.gather(-1, bucket) - slots)  # the last token of a slot
     slot = bucket_or_last * slots + (rank + memory.filled.gather(-1, bucket_or_last)) % slots
     lanes = torch.arange(slot[..., 0].numel(), device=slot.device).view(*slot.shape[:-1], 1)
-    where = (slot + lanes * (number * slots))[kept]
+    where = (slot + lanes * (number * slots))[saved]
     position = torch.arange(bucket.shape[-1], device=bucket.device) + memory.length
     for chunks, new in zip(memory[:3], (k[..., None, :, :], v[..., None, :, :], position[:, None]), strict=True):
         width = chunks.shape[-1] if chunks.ndim > memory.position.ndim else 1
-        new = new.expand(*bucket.shape, width)[kept]
+        new = new.expand(*bucket.shape, width)[saved]
         chunks.view(-1, width).index_copy_(0, where, new)
     filled, length = memory.filled + added[..., :-1], memory.length + bucket.shape[-1]
     return replaced(memory, filled=filled, length=length)
@@ -155,13 +156,15 @@ def step(
     *, distinct: bool,
 ) -> tuple[Tensor, HashMemory]:  # fmt: skip
     """The output (..., H, 1, Ev) of the next token, with buckets (..., H, rounds, 1), and the memory with it logged."""
-    lead, (number, slots) = bucket.shape[:-1], memory.position.shape[-2:]
-    lane = (torch.arange(lead.numel(), device=q.device).view(*lead, 1) * number + bucket).flatten()
+    batch_shape, (number, slots) = bucket.shape[:-1], memory.position.shape[-2:]
+    lane = (torch.arange(batch_shape.numel(), device=q.device).view(*batch_shape, 1) * number + bucket).flatten()
     same_bucket = memory.log_bucket == bucket  # (..., H, rounds, LOG)
     filled, order = memory.filled.gather(-1, bucket), same_bucket.cumsum(-1)
     rank = filled + order[..., -1:]
     first = (rank // (slots // 2) - 1) * (slots // 2)  # the rank from which tokens are reached
-    keys, values, position = (x.flatten(0, len(lead)).index_select(0, lane).unflatten(0, lead) for x in memory[:3])
+    keys, values, position = (
+        x.flatten(0, len(batch_shape)).index_select(0, lane).unflatten(0, batch_shape) for x in memory[:3]
+    )
     rank_of_slot = filled - 1 - (filled - 1 - torch.arange(slots, device=q.device)) % slots
     reached = (position >= 0) & (rank_of_slot >= first)
     recent = same_bucket & (filled + order - 1 >= first)
@@ -200,7 +203,7 @@ def _in_earlier_slot(position: Tensor, reached: Tensor) -> Tensor:
 def _advance(
     q: Tensor, v: Tensor, rotations: Tensor, memory: HashMemory | None, m: LSH, key_mask: Tensor | None
 ) -> tuple[Tensor, HashMemory]:
-    q = bounded(masks.drop(q, key_mask))
+    q = clamp(masks.drop(q, key_mask))
     sizes, keys = _sizes(m.num_buckets), F.normalize(q, dim=-1, eps=SHORTEST)
     number = math.prod(sizes)
     bucket = buckets(q, rotations, sizes, number).long()
@@ -230,9 +233,9 @@ _TRAITS = Traits(
     paper="Kitaev, Kaiser and Levskaya 2020, arXiv 2001.04451",
     formula="softmax over j near i in a bucket of h(x) = argmax [x R; -x R] of q_i q_j^T / |q_j|, times v",
     cost="n log n + h n (b d + h b)",
-    order=1.0,
+    complexity_exponent=1.0,
     gpu=SORTED,
-    reads="qv",
+    inputs="qv",
     causal=True,
     padding=True,
     rotary=True,

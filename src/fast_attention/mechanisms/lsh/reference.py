@@ -160,22 +160,23 @@ def _one_round(
     """
     length = q.shape[-2]
     block = smaller(max(size // 2, min(size, SMALLEST_BLOCK)) if ranked else size, length)
-    behind = smaller(2 * size - 1 if ranked else size, length - 1)
-    ahead = smaller(size - 1, length - 1) if ranked and not is_causal else 0
+    keys_left = smaller(2 * size - 1 if ranked else size, length - 1)
+    keys_right = smaller(size - 1, length - 1) if ranked and not is_causal else 0
     number = count(length, block)
 
     def queries_of(x: Tensor) -> Tensor:
-        return slices(x, block=block, behind=0, ahead=0, number=number)
+        return slices(x, block=block, keys_left=0, keys_right=0, number=number)
 
     def keys_of(x: Tensor) -> Tensor:
-        return slices(x, block=block, behind=behind, ahead=ahead, number=number)
+        return slices(x, block=block, keys_left=keys_left, keys_right=keys_right, number=number)
 
     def reached(code: Tensor) -> Tensor:  # masked keys: -3, so that neither a masked query nor padding matches them
         code_q, code_k = queries_of(code), keys_of(code.masked_fill(code < 0, -3)).mT
         return (code_q == code_k) | (code_q == code_k + 1)
 
-    before = masks.band(block, behind, ahead, left=None, right=-1, device=q.device)
-    others = before if is_causal else before | ~masks.band(block, behind, ahead, left=None, right=0, device=q.device)
+    before = masks.band(block, keys_left, keys_right, left=None, right=-1, device=q.device)
+    later = ~masks.band(block, keys_left, keys_right, left=None, right=0, device=q.device)
+    others = before if is_causal else before | later
     mask = reached(codes[-1]) & others
     for code in codes[:-1]:
         mask = mask & ~reached(code)

@@ -42,7 +42,7 @@ def _affine_forward(W: Tensor, x: Tensor, b: Tensor, *, keep: bool) -> tuple[Ten
 
 
 def _affine_backward(
-    inputs: tuple[Any, ...], outputs: Any, kept: Any, gradients: tuple[Tensor, ...]
+    inputs: tuple[Any, ...], outputs: Any, saved: Any, gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     W, x, b = inputs
     grads = _sequences(gradients[0])
@@ -75,7 +75,7 @@ def _lower_forward(W: Tensor, x: Tensor, *, keep: bool) -> tuple[Tensor, tuple[(
 
 
 def _lower_backward(
-    inputs: tuple[Any, ...], outputs: Any, kept: Any, gradients: tuple[Tensor, ...]
+    inputs: tuple[Any, ...], outputs: Any, saved: Any, gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     W, x = inputs
     dW = torch.empty_like(W, memory_format=torch.contiguous_format) if W.requires_grad else None

@@ -62,7 +62,7 @@ def _forward(x: Tensor, *, ortho: bool, keep: bool) -> tuple[Tensor, tuple[()]]:
     return out, ()
 
 
-def _backward(inputs: Any, outputs: Any, kept: Any, gradients: tuple[Tensor, ...], *, ortho: bool) -> tuple[Tensor]:
+def _backward(inputs: Any, outputs: Any, saved: Any, gradients: tuple[Tensor, ...], *, ortho: bool) -> tuple[Tensor]:
     """Transform the gradient: the matrix cos(2 pi (m l / n + h k / d)) is symmetric."""
     return (_forward(gradients[0], ortho=ortho, keep=False)[0],)
 
@@ -106,9 +106,9 @@ class FNet(Mixer[tuple[()], tuple[()]]):
         paper="Lee-Thorp et al. 2021, arXiv 2105.03824",
         formula="Re FFT_tokens(FFT_channels(x))",
         cost="n d (log n + log d)",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=FOURIER,
-        reads="x",
+        inputs="x",
         matrix=False,
     )
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fast_attention.engine import masks, trace
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.heads import short
-from fast_attention.engine.numerics import bounded
+from fast_attention.engine.numerics import clamp
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.mechanisms.mixers.fast import affine, lower
@@ -57,21 +57,21 @@ def gated_mlp(
     zeros again where W mixes, so that they change nothing.
     """
     x = masks.drop(x, key_mask)
-    kept, gate = halves(x, w, key_mask=key_mask)
+    saved, gate = halves(x, w, key_mask=key_mask)
     gate = spatial(gate, w, is_causal=is_causal)
     if w.tiny is not None:
         q, k, v = (x @ w.tiny.QKV).chunk(3, -1)
         mask = masks.visible(x.shape[-2], x.shape[-2], is_causal=is_causal, key_mask=key_mask, device=x.device)
         gate = gate + tiny_attention(q, k, v, mask) @ w.tiny.O
-    return F.linear(kept * gate, w.V.mT, w.V_bias)
+    return F.linear(saved * gate, w.V.mT, w.V_bias)
 
 
 def halves(
     x: Float[Tensor, "*batch length width"], w: GatedMLP, *, key_mask: Tensor | None
 ) -> tuple[Float[Tensor, "*batch length half"], Float[Tensor, "*batch length half"]]:
     """Z1 and LN(Z2) of visible tokens, token by token."""
-    kept, gate = F.gelu(F.linear(x, w.U.mT, w.U_bias)).chunk(2, -1)
-    return kept, masks.drop(F.layer_norm(gate, gate.shape[-1:], w.gain, w.shift), key_mask)
+    saved, gate = F.gelu(F.linear(x, w.U.mT, w.U_bias)).chunk(2, -1)
+    return saved, masks.drop(F.layer_norm(gate, gate.shape[-1:], w.gain, w.shift), key_mask)
 
 
 def spatial(
@@ -96,7 +96,7 @@ def tiny_attention(
 ) -> Float[Tensor, "*batch length a"]:  # fmt: skip
     """``softmax(q k^T / sqrt(a)) v``: one head of width a, from the block's input."""
     trace.record("a small head with all its scores at once", "added to the gate, under a mask", width=q.shape[-1])
-    q, k = bounded(q), bounded(k)
+    q, k = clamp(q), clamp(k)
     return masks.masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, mask) @ v
 
 
@@ -121,13 +121,13 @@ class GMLP(Mixer[GatedMLP, tuple[()]]):
         paper="Liu et al. 2021, arXiv 2105.08050",
         formula="(Z1 * (W LN(Z2) + b)) V, [Z1, Z2] = gelu(x U)",
         cost="n^2 e/2 + n d e, e the hidden width",
-        order=2.0,
+        complexity_exponent=2.0,
         gpu=TOKENS,
-        reads="x",
+        inputs="x",
         causal=True,
         padding=True,
         positions="absolute",
-        bounded=True,
+        needs_max_len=True,
         learned=True,
         matrix=False,
     )

@@ -99,16 +99,16 @@ _beside = tiles.operation(
 
 
 def masked_softmax(
-    q: Tensor, S: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, first: int, is_causal: bool, lead: int
+    q: Tensor, S: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, first: int, is_causal: bool, first_row: int
 ) -> Tensor:
     """Softmax of blocks of queries where only a fraction of a sorted key may be ``visible`` (..., blocks, size).
 
-    Queries are whole blocks, or those from ``lead`` on of one block.
+    Queries are whole blocks, or those from ``first_row`` on of one block.
     """
     rows, size, best = q.shape[-2], k.shape[-2], sort_blocks(S, k, v, visible)
     unsorted = visible[..., first:, None, :]
     if is_causal:
-        unsorted = unsorted & masks.causal(size, size, q.device)[lead : lead + rows]
+        unsorted = unsorted & masks.causal(size, size, q.device)[first_row : first_row + rows]
     unsorted = unsorted.expand(*best.visible.shape[:-1], rows, size)
     mask = torch.cat([best.visible[..., None, :].expand(unsorted.shape), unsorted], -1)
     scores = q @ torch.cat([best.k, k[..., first:, :, :]], -2).mT * q.shape[-1] ** -0.5
@@ -118,17 +118,17 @@ def masked_softmax(
 
 def own_and_sorted_softmax(
     q: Tensor, S: Tensor, k: Tensor, v: Tensor, visible: Tensor, *,
-    first: int, is_causal: bool, any_masked: bool, length: int, lead: int,
+    first: int, is_causal: bool, any_masked: bool, length: int, first_row: int,
 ) -> Tensor:  # fmt: skip
     """Softmax of blocks of queries, the last ones from ``first`` on, over own and sorted keys, ``length`` in all.
 
-    With ``lead`` queries of one block alone, which are not its first.
+    With ``first_row`` queries of one block alone, which are not its first.
     """
-    if not symbolic() and not any_masked and lead == 0 and (is_causal or length % q.shape[-2] == 0):
+    if not symbolic() and not any_masked and first_row == 0 and (is_causal or length % q.shape[-2] == 0):
         return sorted_softmax(q, S, k, v, first=first, is_causal=is_causal)
     why = "masked or padded positions are sorted too"
     trace.record("products over own and sorted block", why, block=k.shape[-2])
-    return masked_softmax(q, S, k, v, visible, first=first, is_causal=is_causal, lead=lead)
+    return masked_softmax(q, S, k, v, visible, first=first, is_causal=is_causal, first_row=first_row)
 
 
 own_and_sorted = Operation(own_and_sorted_softmax, empty=like_queries)
@@ -184,17 +184,19 @@ def sinkhorn_attention(
     fewer queries than keys the queries are the last ones, as in decoding.
     """
     length, block_size = q.shape[-2], _size(k, block_size)
-    lead = (k.shape[-2] - length) % block_size
+    first_row = (k.shape[-2] - length) % block_size
     first = (k.shape[-2] - length) // block_size
     keys, values, visible = split_keys(k, v, key_mask, block_size)
     S = block_permutation(keys, visible, P, num_iterations=num_iterations, temperature=temperature, is_causal=is_causal)
     numbers: Any = {"first": first, "is_causal": is_causal, "any_masked": key_mask is not None, "length": k.shape[-2]}
     arguments = S[..., first:, :], keys, values, visible
-    if short(q) and 0 < lead <= block_size - length:  # steps of many sequences: a block of rows for each is not made
-        return own_and_sorted(q[..., None, :, :], *arguments, lead=lead, **numbers)[..., 0, :, :]
-    queries = split(F.pad(q, (0, 0, lead, 0)), block_size)
-    out = own_and_sorted(queries, *arguments, lead=0, **numbers)
-    return join(out, length + lead)[..., lead:, :]
+    if (
+        short(q) and 0 < first_row <= block_size - length
+    ):  # steps of many sequences: a block of rows for each is not made
+        return own_and_sorted(q[..., None, :, :], *arguments, first_row=first_row, **numbers)[..., 0, :, :]
+    queries = split(F.pad(q, (0, 0, first_row, 0)), block_size)
+    out = own_and_sorted(queries, *arguments, first_row=0, **numbers)
+    return join(out, length + first_row)[..., first_row:, :]
 
 
 @in_float32
@@ -236,10 +238,10 @@ def sortcut_attention(
     if not symbolic() and key_mask is None and k.shape[-2] % block_size == 0:
         why = "no sorted position is masked or padded"
         trace.record("fused softmax over the kept blocks", why, block=block_size, budget=budget)
-        kept, content = (
+        saved, content = (
             x.flatten(-3, -2)[..., : min(budget, keys.shape[-3]) * block_size, :] for x in (best.k, best.v)
         )
-        return fused_attention(q, kept, content)
+        return fused_attention(q, saved, content)
     why = "masked or padded positions are sorted too"
     trace.record("products over the kept blocks", why, block=block_size, budget=budget)
     scores = q @ best.k.flatten(-3, -2).mT * q.shape[-1] ** -0.5 + best.log_fraction.flatten(-2)[..., None, :]
@@ -281,13 +283,13 @@ class Sinkhorn(_Sorting):
         paper="Tay et al. 2020, arXiv 2002.11296",
         formula="softmax(q [(S K)_i, K_i]^T / sqrt(d)) [(S V)_i, V_i] for block i, S = sinkhorn(sum(K) P)",
         cost="n b d + n^2 d / b",
-        order=2.0,
+        complexity_exponent=2.0,
         gpu=BLOCKS,
         causal=True,
         padding=True,
         memory="growing",
         positions="absolute",
-        bounded=True,
+        needs_max_len=True,
         learned=True,
     )
 
@@ -324,12 +326,12 @@ class SortCut(_Sorting):
         paper="Tay et al. 2020, arXiv 2002.11296",
         formula="softmax(q (S K)_cut^T / sqrt(d)) (S V)_cut, S = sinkhorn(sum(K) P)",
         cost="n c b d + n^2 / b^2",
-        order=2.0,
+        complexity_exponent=2.0,
         gpu=FUSED,
         padding=True,
         cross=True,
         positions="absolute",
-        bounded=True,
+        needs_max_len=True,
         learned=True,
     )
 

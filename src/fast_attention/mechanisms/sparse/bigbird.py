@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.biases.bias import Bias, Biased
+from fast_attention.biases.bias import Bias, BiasMixin
 from fast_attention.engine import masks, offsets
 from fast_attention.engine.blocks import count, join, split
 from fast_attention.engine.fused import biased_attention, fused_attention
@@ -151,7 +151,7 @@ class Seeds(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class BigBird(Biased, Attention[Seeds, None]):  # type: ignore[reportIncompatibleVariableOverride]
+class BigBird(BiasMixin, Attention[Seeds, None]):  # type: ignore[reportIncompatibleVariableOverride]
     """Window, random and global blocks: the paper's ITC by default, its ETC with ``num_global_tokens``.
 
     Random blocks differ from head to head. They follow from the weights, and only ``Bound.redraw`` draws them anew.
@@ -178,11 +178,11 @@ class BigBird(Biased, Attention[Seeds, None]):  # type: ignore[reportIncompatibl
     bias: Bias | None = None
     sinks: bool = False
 
-    unbiased = Traits(
+    base_traits = Traits(
         paper="Zaheer et al. 2020, arXiv 2007.14062",
         formula="softmax over window, random and global blocks of q_i k_j^T / sqrt(d), times v",
         cost="n b (w + r + g) d",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=FLEX,
         causal=True,
         padding=True,

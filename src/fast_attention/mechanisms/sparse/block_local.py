@@ -12,7 +12,7 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.biases.bias import Bias, Biased
+from fast_attention.biases.bias import Bias, BiasMixin
 from fast_attention.engine.blocks import smaller
 from fast_attention.engine.heads import viewed
 from fast_attention.engine.kv_cache import KVCache, append, last
@@ -72,7 +72,7 @@ def _checked(block_size: int, before: int, after: int) -> BlockLocal:
 
 
 @dataclass(frozen=True, repr=False)
-class BlockLocal(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
+class BlockLocal(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
     """Neighbouring blocks: a query sees its own block, ``before`` blocks before it and ``after`` blocks after it.
 
     Args:
@@ -91,7 +91,7 @@ class BlockLocal(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportI
     bias: Bias | None = None
     sinks: bool = False
 
-    unbiased = replace(TRAITS, positions="absolute")
+    base_traits = replace(TRAITS, positions="absolute")
 
     def __post_init__(self) -> None:
         """Check the settings."""

@@ -68,12 +68,12 @@ class BlockLocal2d(InGrid):
     scale: float | None = None
     sinks: bool = False
 
-    unbiased = replace(
+    base_traits = replace(
         TRAITS,
         paper="Liu et al. 2021, arXiv 2103.14030",
         formula="softmax over j in the block of i, as a grid, of q_i k_j^T / sqrt(d), times v",
         cost="n b^2 d",
-        spans=False,
+        sees_padding=False,
     )
 
     def __post_init__(self) -> None:

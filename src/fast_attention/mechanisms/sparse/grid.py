@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.biases.sinks import Sunk
+from fast_attention.biases.sinks import SinksMixin
 from fast_attention.engine.blocks import count
 from fast_attention.mechanism import Attention
 from fast_attention.value import at_least
@@ -119,7 +119,7 @@ def pair(value: int | tuple[int, int]) -> tuple[int, int]:
     return value if isinstance(value, tuple) else (value, value)
 
 
-class InGrid(Sunk, Attention[Any, None]):  # type: ignore[reportIncompatibleVariableOverride]
+class InGrid(SinksMixin, Attention[Any, None]):  # type: ignore[reportIncompatibleVariableOverride]
     """An attention among the tokens of a grid, row by row, behind ``num_prefix_tokens`` others."""
 
     height: int | None

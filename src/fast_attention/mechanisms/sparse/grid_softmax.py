@@ -50,7 +50,7 @@ def grid_softmax(
             return softmax_attention(q, k, v, key_mask=key_mask, scale=scale, sinks=sinks)
         down, across = down.within(height), across.within(width)
         few = length <= DENSE * (down.span * (across.span + leading))
-        plain = few and sinks is None and q.dtype.itemsize >= 4 and not operation.obstacle(q)
+        plain = few and sinks is None and q.dtype.itemsize >= 4 and not operation.unsupported_reason(q)
         if plain and core.unavailable():
             trace.record("exact attention with the window as mask", "tiles would leave out few of so few keys")
             window = visible(length, width, down, across, leading, q.device)

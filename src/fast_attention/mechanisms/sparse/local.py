@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fast_attention.biases.bias import Bias, Biased
+from fast_attention.biases.bias import Bias, BiasMixin
 from fast_attention.engine.blocks import join, split, split_mask, split_row
 from fast_attention.engine.heads import viewed
 from fast_attention.engine.kv_cache import KVCache, append, last
@@ -165,7 +165,7 @@ TRAITS = Traits(
     paper="Beltagy et al. 2020, arXiv 2004.05150 (window); Kitaev et al. 2020, arXiv 2001.04451 (blocks)",
     formula="softmax over j in [i - left, i + right] of q_i k_j^T / sqrt(d), times v",
     cost="n w d",
-    order=1.0,
+    complexity_exponent=1.0,
     gpu=FLEX,
     causal=True,
     padding=True,
@@ -178,7 +178,7 @@ TRAITS = Traits(
 
 
 @dataclass(frozen=True, repr=False)
-class Local(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
+class Local(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
     """A sliding window: query i sees the keys from i - left to i + right.
 
     Args:
@@ -197,7 +197,7 @@ class Local(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncomp
     bias: Bias | None = None
     sinks: bool = False
 
-    unbiased = TRAITS
+    base_traits = TRAITS
 
     def __post_init__(self) -> None:
         """Check the settings."""

@@ -51,12 +51,12 @@ TRAITS = Traits(
     paper="Hassani et al. 2022, arXiv 2204.07143; dilated: Hassani and Shi 2022, arXiv 2209.15001",
     formula="softmax over j in the w x w tokens around i, as a grid, of q_i k_j^T / sqrt(d), times v",
     cost="n w^2 d",
-    order=1.0,
+    complexity_exponent=1.0,
     gpu=BLOCKS,
     padding=True,
     rotary=True,
     positions="grid",
-    spans=True,
+    sees_padding=True,
     approximates="Softmax",
 )
 
@@ -87,7 +87,7 @@ class Local2d(InGrid):
     scale: float | None = None
     sinks: bool = False
 
-    unbiased = TRAITS
+    base_traits = TRAITS
 
     def __post_init__(self) -> None:
         """Check the settings."""

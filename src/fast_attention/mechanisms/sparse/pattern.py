@@ -14,8 +14,8 @@ WORD = 0xFFFFFFFF
 def _empty(
     seeds: Tensor, total: Tensor, *, number: int, first: int, last: int, half: int, draws: int, is_causal: bool
 ) -> Tensor:
-    lead = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
-    return seeds.new_empty(*lead, number, 2 * half + 1 + first + last + draws, dtype=torch.int64)
+    batch_shape = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
+    return seeds.new_empty(*batch_shape, number, 2 * half + 1 + first + last + draws, dtype=torch.int64)
 
 
 def blocks_seen(
@@ -37,8 +37,8 @@ def blocks_seen(
         picks = distinct(seeds, block, top - first - gap, draws)
         picks = picks.where(picks < 0, picks + first + torch.where(picks < (low - first)[..., None], 0, gap[..., None]))
         choices.append(picks)
-    lead = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
-    table = torch.cat([x.expand(*lead, number, x.shape[-1]) for x in choices], -1)
+    batch_shape = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
+    table = torch.cat([x.expand(*batch_shape, number, x.shape[-1]) for x in choices], -1)
     return table.masked_fill((table < 0) | (table >= (number if is_causal else total)), -1)
 
 

@@ -39,24 +39,26 @@ def _banded(
     sinks: Tensor | None, attn_mask: Tensor | None, *, scale: float, dropout: float, **settings: Any,
 ) -> Tensor:  # fmt: skip
     length, keys = q.shape[-2], k.shape[-2]
-    band, behind, front, before = _band(length, keys, q.device, **settings)
+    band, keys_left, front, before = _band(length, keys, q.device, **settings)
     block, span = band.shape
     number, start = count(length + front, block), keys - length - front
 
     def around(x: Tensor) -> Tensor:
-        return slices(x, block=block, behind=behind, ahead=span - block - behind, number=number, start=start)
+        return slices(
+            x, block=block, keys_left=keys_left, keys_right=span - block - keys_left, number=number, start=start
+        )
 
     inside = torch.ones(keys, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     mask = band & around(inside[..., None])[..., None, :, 0]
     if attn_mask is not None:
         rows = positions(number, block, block, -front, q.device).clamp(min=0).clamp(max=length - 1)
-        columns = positions(number, block, span, start - behind, q.device).clamp(min=0).clamp(max=keys - 1)
+        columns = positions(number, block, span, start - keys_left, q.device).clamp(min=0).clamp(max=keys - 1)
         full = attn_mask.expand(*attn_mask.shape[:-2], length, keys)
         mask = masks.merge(full[..., rows[:, :, None], columns[:, None, :]], mask, q.dtype)
-    queries = slices(q, block=block, behind=0, ahead=0, number=number, start=-front)
+    queries = slices(q, block=block, keys_left=0, keys_right=0, number=number, start=-front)
     if numbers is not None:
         # a tile has the offsets 1 - behind - block to span - behind - 1; beyond those of the terms nothing is seen
-        missing = (behind + block - 1 - before, span - behind - 1 + before - (numbers.shape[-1] - 1))
+        missing = (keys_left + block - 1 - before, span - keys_left - 1 + before - (numbers.shape[-1] - 1))
         numbers = pad(numbers, missing)
         vectors = None if vectors is None else pad(vectors, (0, 0, *missing))
         terms = Terms(numbers[:, None], None if vectors is None else vectors[:, None])
@@ -83,15 +85,15 @@ def _band(
         block = block or smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
         return masks.band(block, left, right, left=left, right=right, device=device), left, 0, left
     several = 1 if symbolic() else max(SMALLEST_BLOCK // size, 1)  # small blocks share one slice of keys
-    rows, front, behind, ahead = several * size, (keys - length) % size, left * size, right * size
+    rows, front, keys_left, keys_right = several * size, (keys - length) % size, left * size, right * size
     before = (left + 1) * size - 1
     if not symbolic() and front + length <= size:  # one block, and no key after its last query
-        rows, behind, ahead, front = length, min(behind + front, max(keys - length, 0)), 0, 0
-    band = masks.band(rows, behind, ahead, left=None, right=0 if is_causal else None, device=device)
+        rows, keys_left, keys_right, front = length, min(keys_left + front, max(keys - length, 0)), 0, 0
+    band = masks.band(rows, keys_left, keys_right, left=None, right=0 if is_causal else None, device=device)
     if several > 1 and rows > size:
         near = masks.band(several, left, right, left=left, right=right, device=device)
         band = band & near.repeat_interleave(size, 0).repeat_interleave(size, 1)
-    return band, behind, front, before
+    return band, keys_left, front, before
 
 
 def gathered_softmax(
@@ -159,22 +161,26 @@ def blockwise_softmax(
     """
     if exporting():  # the fused kernels ask how strides compare, and ONNX's take four axes
         return open_attention(q, k, v, mask, dropout=dropout, scale=scale)
-    lead = q.shape[:-3]
-    if not lead:
+    batch_shape = q.shape[:-3]
+    if not batch_shape:
         return blockwise_softmax(q[None], k[None], v[None], mask, dropout=dropout, scale=scale)[0]
     if mask.ndim > 3:
-        mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+        mask = mask.expand(*batch_shape, *mask.shape[-3:]).flatten(0, -4)
     q, k, v = (x.flatten(0, -4) for x in (q, k, v))
-    return fused_attention(q, k, v, mask, dropout=dropout, scale=scale).unflatten(0, lead)
+    return fused_attention(q, k, v, mask, dropout=dropout, scale=scale).unflatten(0, batch_shape)
 
 
 def take(blocks: Tensor, table: Int[Tensor, "*batch_and_taken"]) -> Tensor:
     """(*batch, n, size, E) at ``table`` (*batch, *taken) -> (*batch, *taken, size, E): whole rows are copied."""
-    lead, row = blocks.shape[:-3], blocks.shape[-2:]
+    batch_shape, row = blocks.shape[:-3], blocks.shape[-2:]
     if exporting():  # see blocks.py: a flattened table cannot be proved to unflatten again
         ones = [1] * table.ndim
-        which = [torch.arange(n, device=blocks.device).view(*ones[:i], n, *ones[i + 1 :]) for i, n in enumerate(lead)]
+        which = [
+            torch.arange(n, device=blocks.device).view(*ones[:i], n, *ones[i + 1 :]) for i, n in enumerate(batch_shape)
+        ]
         return blocks[(*which, table)]
-    which = torch.arange(lead.numel(), device=blocks.device).view(*lead, *[1] * (table.ndim - len(lead)))
+    which = torch.arange(batch_shape.numel(), device=blocks.device).view(
+        *batch_shape, *[1] * (table.ndim - len(batch_shape))
+    )
     rows = blocks.reshape(-1, *row).index_select(0, (table + which * blocks.shape[-3]).flatten())
     return rows.view(*table.shape, *row)

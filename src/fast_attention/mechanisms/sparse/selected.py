@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fast_attention.biases.sinks import Sunk
+from fast_attention.biases.sinks import SinksMixin
 from fast_attention.engine import operation
 from fast_attention.engine.blocks import count, split, split_mask
 from fast_attention.engine.heads import short
@@ -62,7 +62,8 @@ def pooled(
 
 def _sums(blocks: Float[Tensor, "*batch blocks size width"]) -> Float[Tensor, "*batch blocks width"]:
     """``blocks.sum(-2, dtype=torch.float64)``, which would make a copy of all in float64 on a CPU, head by head."""
-    if operation.obstacle(blocks) or blocks.dtype == torch.float64 or blocks.dim() < 4 or short(blocks.flatten(-3, -2)):
+    doubles = blocks.dtype == torch.float64
+    if operation.unsupported_reason(blocks) or doubles or blocks.dim() < 4 or short(blocks.flatten(-3, -2)):
         return blocks.sum(-2, dtype=torch.float64)
     heads = blocks.flatten(0, -4)
     copy = heads.new_empty(heads.shape[1:], dtype=torch.float64)
@@ -200,7 +201,7 @@ def attend_past(
 
 
 @dataclass(frozen=True, repr=False)
-class Selected(Sunk, Attention[Any, SelectedState]):  # type: ignore[reportIncompatibleVariableOverride]
+class Selected(SinksMixin, Attention[Any, SelectedState]):  # type: ignore[reportIncompatibleVariableOverride]
     """Chosen blocks: a query sees its own block and the ``topk - 1`` others whose mean key is nearest.
 
     Nearest to the mean of the query's block; with is_causal=True to the query itself, among the blocks before its own,
@@ -219,11 +220,11 @@ class Selected(Sunk, Attention[Any, SelectedState]):  # type: ignore[reportIncom
     scale: float | None = None
     sinks: bool = False
 
-    unbiased = Traits(
+    base_traits = Traits(
         paper="Lu et al. 2025, arXiv 2502.13189 (causal); Zhang et al. 2025, arXiv 2509.24006 (noncausal)",
         formula="softmax over the blocks of the largest mean(q_I) . mean(k_J), causal q_i . mean(k_J), times v",
         cost="n b c d, and to choose (n / b)^2 d, causal n^2 d / b",
-        order=1.0,
+        complexity_exponent=1.0,
         gpu=FLEX,
         causal=True,
         padding=True,

@@ -27,7 +27,7 @@ def begun(device: torch.device, **settings: Any) -> dict[str, Any]:
         "command": ["fast-attention", *sys.argv[1:]],
         "started": timestamp(),
         **settings,
-        **surroundings(device),
+        **environment(device),
     }
 
 
@@ -36,7 +36,7 @@ def timestamp() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def surroundings(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware, for the record."""
     import torch  # here, so that a command's options are read without it
 

@@ -1,6 +1,6 @@
 """Calls of a family of kernels: all keys or those before each query, and decoding.
 
-Every family of kernels is a value of ``Forms``, so that one walk and one self-check serve all.
+Every family of kernels is a value of ``KernelSet``, so that one loop over chunks and one self-check serve all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fast_attention.engine import trace
 from fast_attention.engine.tracing import symbolic
 
 
-class Forms(NamedTuple):
+class KernelSet(NamedTuple):
     """Four functions of heads (B, H, n, width), masks (B, H, n) or (B, 1, n), and states in a row (B, H, numbers).
 
     ``scan(q, k, v, key_mask, first)``: causal outputs behind a state, and the state after; ``sums(k, v, key_mask)``:
@@ -37,40 +37,41 @@ def steps(q: Tensor, *others: Tensor | None) -> bool:
     return not symbolic() and q.shape[-2] == 1 and not _trains(q, *others)
 
 
-def walk(forms: Forms, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor:
+def run(kernel_set: KernelSet, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor:
     """Outputs (..., L, Ev) of queries that see all keys, or those before them, aligned to the end."""
-    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
-    (q, k, v), mask = (as_heads(x, lead) for x in (q, k, v)), _mask(key_mask, lead)
+    batch_shape = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
+    (q, k, v), mask = (as_heads(x, batch_shape) for x in (q, k, v)), _mask(key_mask, batch_shape)
     trace.record(f"{trace.KERNEL}: chunks side by side", "on a GPU")
     if not is_causal:
-        assert forms.sums is not None
-        assert forms.read is not None
-        out = forms.read(q, forms.sums(k, v, mask))
-        return out.reshape(*lead, *out.shape[-2:])
+        assert kernel_set.sums is not None
+        assert kernel_set.read is not None
+        out = kernel_set.read(q, kernel_set.sums(k, v, mask))
+        return out.reshape(*batch_shape, *out.shape[-2:])
     extra, first = k.shape[-2] - q.shape[-2], None
     if extra > 0:  # every query sees the first keys
-        assert forms.sums is not None
-        first = forms.sums(k[..., :extra, :], v[..., :extra, :], None if mask is None else mask[..., :extra])
+        assert kernel_set.sums is not None
+        first = kernel_set.sums(k[..., :extra, :], v[..., :extra, :], None if mask is None else mask[..., :extra])
         k, v, mask = k[..., extra:, :], v[..., extra:, :], None if mask is None else mask[..., extra:]
-    out = forms.scan(q[..., max(-extra, 0) :, :], k, v, mask, first)[0]
+    out = kernel_set.scan(q[..., max(-extra, 0) :, :], k, v, mask, first)[0]
     out = F.pad(out, (0, 0, -extra, 0)) if extra < 0 else out  # the first queries see nothing
-    return out.reshape(*lead, *out.shape[-2:])
+    return out.reshape(*batch_shape, *out.shape[-2:])
 
 
-def further(
-    forms: Forms, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Tensor | None, *, decodes: bool
-) -> tuple[Tensor, Tensor]:
+def advance(
+    kernel_set: KernelSet, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Tensor | None, *,
+    decodes: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal outputs of new tokens behind a state in a row, and the state after them; ``decodes``: see ``steps``."""
-    lead = q.shape[:-2]
-    (q, k, v), mask = (as_heads(x, lead) for x in (q, k, v)), _mask(key_mask, lead)
-    first = None if state is None else state.float().expand(*lead, -1).reshape(*q.shape[:2], -1)
+    batch_shape = q.shape[:-2]
+    (q, k, v), mask = (as_heads(x, batch_shape) for x in (q, k, v)), _mask(key_mask, batch_shape)
+    first = None if state is None else state.float().expand(*batch_shape, -1).reshape(*q.shape[:2], -1)
     if decodes and first is not None:
         trace.record(f"{trace.KERNEL}: one token", "on a GPU")
-        out, last = forms.step(q, k, v, mask, first)
+        out, last = kernel_set.step(q, k, v, mask, first)
     else:
         trace.record(f"{trace.KERNEL}: chunks side by side", "on a GPU")
-        out, last = forms.scan(q, k, v, mask, first)
-    return out.reshape(*lead, *out.shape[-2:]), last.reshape(*lead, -1)
+        out, last = kernel_set.scan(q, k, v, mask, first)
+    return out.reshape(*batch_shape, *out.shape[-2:]), last.reshape(*batch_shape, -1)
 
 
 def _trains(*tensors: Tensor | None) -> bool:
@@ -78,14 +79,14 @@ def _trains(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def as_heads(x: Tensor, lead: torch.Size) -> Tensor:
+def as_heads(x: Tensor, batch_shape: torch.Size) -> Tensor:
     """``x`` as (B, H, n, width), without a copy where it has two leading sizes."""
-    x = x.expand(*lead, *x.shape[-2:])
-    return x if len(lead) == 2 else x.reshape(1, -1, *x.shape[-2:])
+    x = x.expand(*batch_shape, *x.shape[-2:])
+    return x if len(batch_shape) == 2 else x.reshape(1, -1, *x.shape[-2:])
 
 
-def _mask(key_mask: Tensor | None, lead: torch.Size) -> Tensor | None:
-    return None if key_mask is None else as_heads(key_mask[..., None], lead)[..., 0]
+def _mask(key_mask: Tensor | None, batch_shape: torch.Size) -> Tensor | None:
+    return None if key_mask is None else as_heads(key_mask[..., None], batch_shape)[..., 0]
 
 
 class Chunks(NamedTuple):

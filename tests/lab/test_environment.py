@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fast_attention.lab import command_line, measure, surroundings, timing
-from fast_attention.lab.surroundings import Others, usable_cores
+from fast_attention.lab import command_line, environment, measure, timing
+from fast_attention.lab.environment import Others, usable_cores
 
 LIMITS = {
     "no groups": ("", {}, 8),
@@ -37,7 +37,7 @@ LIMITS = {
 
 @pytest.fixture(autouse=True)
 def _cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(surroundings, "_affinity", lambda: {*range(8)})
+    monkeypatch.setattr(environment, "_affinity", lambda: {*range(8)})
     own = torch.get_num_threads()
     yield
     torch.set_num_threads(own)
@@ -62,8 +62,8 @@ def stat(path: Path, busy: int) -> Path:
 
 def test_what_others_took_is_what_this_process_did_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks, now, own = os.sysconf("SC_CLK_TCK"), [100.0], [4.0]
-    monkeypatch.setattr(surroundings.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(surroundings.os, "times", lambda: (own[0], 1.0, 0.0, 0.0, 500.0))
+    monkeypatch.setattr(environment.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(environment.os, "times", lambda: (own[0], 1.0, 0.0, 0.0, 500.0))
     others = Others(stat(tmp_path / "stat", 4 * ticks))
     assert others.cores() is None, "no time has passed"
     stat(tmp_path / "stat", 6 * ticks)  # 3 seconds each of the eight that may be used
@@ -77,8 +77,8 @@ def test_what_others_took_is_what_this_process_did_not(tmp_path: Path, monkeypat
 
 
 def test_torch_has_as_many_threads_as_may_be_used_and_its_own_number_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surroundings, "usable_cores", lambda: 2)
-    monkeypatch.setattr(surroundings.Others, "words", lambda self: ["busy"])
+    monkeypatch.setattr(environment, "usable_cores", lambda: 2)
+    monkeypatch.setattr(environment.Others, "words", lambda self: ["busy"])
     monkeypatch.setattr(measure.clock, "in_turns", lambda runs, *_: {count: [1.0] for count in runs})
     torch.set_num_threads(3)
     with timing.by_threads(None) as conditions:
@@ -107,8 +107,8 @@ def test_commands_say_what_disturbed_their_times(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the terminal, on the page and in the record."""
-    monkeypatch.setattr(surroundings, "_affinity", lambda: {0})
-    monkeypatch.setattr(surroundings.Others, "cores", lambda self: 0.7)
+    monkeypatch.setattr(environment, "_affinity", lambda: {0})
+    monkeypatch.setattr(environment.Others, "cores", lambda self: 0.7)
     own = torch.get_num_threads()
     arguments = ["--mechanisms", "Local(window=2)", "--threads", "2", "--out", str(tmp_path)]
     assert command_line.run([*command, *arguments]) == 0
