@@ -255,4 +255,4 @@ def test_chunks_go_token_by_token_only_where_they_must() -> None:
     k = torch.randn(1, 1, 64 * 12 * 3, 1)
     k[..., 100, :] += 500.0
     cuts, _ = fast_causal.chunks(k, any_masked=False)
-    assert [cut.one_scale_is_enough for cut in cuts] == [False] + [True] * (len(cuts) - 1)
+    assert [cut.one_scale for cut in cuts] == [False] + [True] * (len(cuts) - 1)
