@@ -32,7 +32,7 @@ def in_core(operation: Operation) -> Operation:
 
 
 SUMS, FURTHER = in_core(fast_linear.sums), in_core(fast_linear.further)
-EXPONENTIALS, FURTHER_EXPONENTIALS = in_core(fast_favor.exponentials), in_core(fast_favor.further)
+EXPONENTIALS, FURTHER_EXPONENTIALS = in_core(fast_favor.sums), in_core(fast_favor.further)
 
 
 def leaves(*tensors: Tensor | None) -> list[Any]:
@@ -109,7 +109,7 @@ def test_exponentials_are_the_plain_form(sizes: tuple[int, int, int, int], train
     rows = [W, 2 * torch.randn(3, 1, 70), draw(3, 70, sizes[2])] if trained else [W, None, W]
     for mask in (None, some_keys(sizes[1])):
         for is_causal in (False, True):
-            settings: Any = {"hyperbolic": False, "is_causal": is_causal, "rtol": 4e-5 * max(1.0, scale)}
+            settings: Any = {"kind": 0, "is_causal": is_causal, "rtol": 4e-5 * max(1.0, scale)}
             agree(EXPONENTIALS, [q, k, v, mask, *rows], **settings)
         if sizes[0] == sizes[1]:
             state = torch.rand(2, 3, 70, sizes[3]), torch.rand(2, 3, 70) + 1, 3 * torch.randn(2, 3, 70)
@@ -126,10 +126,10 @@ def test_eight_heads_are_read_from_first_to_last(sizes: tuple[int, int, int, int
     for mask in (None, some_keys(sizes[1], batch=4)):
         for is_causal in (False, True):
             agree(SUMS, [q, k, v, mask], **compiled.code(EluPlusOne()), eps=1e-6, is_causal=is_causal)
-            agree(EXPONENTIALS, [q, k, v, mask, W, None, W], hyperbolic=False, is_causal=is_causal)
+            agree(EXPONENTIALS, [q, k, v, mask, W, None, W], kind=0, is_causal=is_causal)
         if sizes[0] == sizes[1]:
             state = torch.rand(4, 3, 70, sizes[3]), torch.rand(4, 3, 70) + 1, 3 * torch.randn(4, 3, 70)
-            agree(FURTHER_EXPONENTIALS, [q, k, v, mask, W, None, W, *state], hyperbolic=False, is_causal=True)
+            agree(FURTHER_EXPONENTIALS, [q, k, v, mask, W, None, W, *state], kind=0, is_causal=True)
 
 
 def test_features_that_grow_to_the_end() -> None:
@@ -138,7 +138,7 @@ def test_features_that_grow_to_the_end() -> None:
     direction = torch.nn.functional.normalize(W[:, :1], dim=-1)
     k = torch.linspace(80, 0, 250)[:, None] * direction + torch.zeros(2, 1, 1, 1)
     q = direction + 0.1 * torch.randn(2, 3, 250, 8)
-    agree(EXPONENTIALS, [q, k, v, None, W, None, W], hyperbolic=False, is_causal=True, rtol=3e-4)
+    agree(EXPONENTIALS, [q, k, v, None, W, None, W], kind=0, is_causal=True, rtol=3e-4)
 
 
 def calls() -> list[Any]:
