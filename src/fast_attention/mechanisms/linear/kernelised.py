@@ -27,7 +27,6 @@ from fast_attention.mechanisms.linear import fast_favor, fast_linear, favor_gpu,
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
-
 LARGE = 25.0  # the logarithm of a token's largest feature from which on it goes to the log scale
 
 
