@@ -145,8 +145,9 @@ def forward(*tensors: Any, keep: bool, advances: bool, **settings: Any) -> Any:
     outputs, kept = compiled.forward(*given, keep=keep, advances=advances, **_code(settings))
     if not advances:
         return outputs, kept
-    over_all = given[-1].sum(-2, dtype=torch.float64).expand(*given[0].shape[:-2], -1)
-    return (*outputs, (over_all + tensors[8] if len(tensors) > 5 else over_all).to(outputs[1].dtype)), kept
+    steps = given[-1].expand(*given[0].shape[:-2], -1, -1)
+    steps = torch.cat([tensors[8][..., None, :], steps], -2) if len(tensors) > 5 else steps
+    return (*outputs, steps.sum(-2, dtype=torch.float64).to(outputs[1].dtype)), kept
 
 
 def backward(

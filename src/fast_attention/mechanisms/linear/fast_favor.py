@@ -23,7 +23,7 @@ def attend(
     if not symbolic() and heads.rows.shape[:-2] != q.shape[-heads.rows.ndim : -2]:
         lead = torch.broadcast_shapes(q.shape[:-2], heads.rows.shape[:-2])
         q, k, v = (x.expand(*lead, -1, -1) for x in (q, k, v))
-    return sums(q, k, v, key_mask, *heads, kind=MAPS.index(phi), is_causal=is_causal)
+    return sums(q, k, v, key_mask, *heads, kind=phi.number, is_causal=is_causal)
 
 
 def random_sums(
@@ -116,5 +116,5 @@ def advance(
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Causal outputs of new tokens behind ``state``, and the state after them."""
     before = (None, None, None) if state is None else state
-    out, *after = further(q, k, v, key_mask, *heads, *before, kind=MAPS.index(phi), is_causal=True)
+    out, *after = further(q, k, v, key_mask, *heads, *before, kind=phi.number, is_causal=True)
     return out, LinearState(*after)

@@ -15,9 +15,9 @@ from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED, exponent
 from fast_attention.gpu.exponential import operations
 from fast_attention.mechanisms.linear import gpu
 from fast_attention.mechanisms.linear.linear_state import LinearState
-from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.random_feature_map import KINDS, Heads, RandomFeatureMap
 
-MAPS = RandomFeatureMap("positive"), RandomFeatureMap("hyperbolic"), RandomFeatureMap("sincos")
+MAPS = tuple(map(RandomFeatureMap, KINDS))  # type: ignore[arg-type]
 
 
 def serves(

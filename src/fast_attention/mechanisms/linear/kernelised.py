@@ -163,7 +163,7 @@ class RandomKernelised(Kernelised[W]):
         phi, heads = self.features_of(w)
         if not is_causal or not phi.exponential:
             return None
-        if favor_gpu.serves(q, k, v, torch.empty(0), *heads, kind=favor_gpu.MAPS.index(phi)):
+        if favor_gpu.serves(q, k, v, torch.empty(0), *heads, kind=phi.number):
             return None
         return favor_gpu.packed(phi, q, k, v, heads, lengths, key_mask)
 

@@ -12,6 +12,9 @@ from fast_attention.feature_maps.feature_map import Features, Logs
 from fast_attention.feature_maps.random_features import positive, trigonometric
 
 
+KINDS = "positive", "hyperbolic", "sincos"
+
+
 class Heads(NamedTuple):
     """The weights of some heads: rows (..., m, d), what is added to every exponent (..., 1, C), and the keys' own rows
     where they are not those of the queries.
@@ -32,6 +35,11 @@ class RandomFeatureMap:
     """From tokens to features: ``z = d^(-1/4) W x``, then ``kind``, exponents plus a bias."""
 
     kind: Literal["positive", "hyperbolic", "sincos"]
+
+    @property
+    def number(self) -> int:
+        """Its place among the kinds."""
+        return KINDS.index(self.kind)
 
     @property
     def pairs(self) -> bool:
