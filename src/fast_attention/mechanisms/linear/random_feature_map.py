@@ -11,7 +11,6 @@ from torch import Tensor
 from fast_attention.feature_maps.feature_map import Features, Logs
 from fast_attention.feature_maps.random_features import positive, trigonometric
 
-
 KINDS = "positive", "hyperbolic", "sincos"
 
 
