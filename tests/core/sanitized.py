@@ -156,7 +156,7 @@ def features(heads: int, _: int, length: int, width: int, values: int, dtype: to
         mask = torch.rand(2, 1, length + more) < 0.7
         cases = [
             (sums, [None] * 3, width, None), (exponentials, [rows, rows.flip(1), bias], few, None),
-            (signed, [rows / width, rows.flip(1) / width, None], 2 * few, None),  # near no zero
+            (signed, [rows / width, rows.flip(1) / width, None], 2 * few, None),  # denominators far from 0
         ]  # fmt: skip
         if causal and not more:
             cases += [(sums, [None] * 3, width, -torch.rand(2, heads, length, n)) for n in (1, width)]
