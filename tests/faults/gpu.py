@@ -245,7 +245,7 @@ FAULTS = [
     Fault(
         "not causal, sums from the end hold a query's own key too",
         "mechanisms/linear/decayed_gpu.py",
-        "(q * fades if by_channel else q, _next(k, -2), _next(v, -2))",
+        "(q * decay_factor if by_channel else q, _next(k, -2), _next(v, -2))",
         "(q, k, v)",
         "tests/gpu/test_decayed.py -k the_oracle",
     ),

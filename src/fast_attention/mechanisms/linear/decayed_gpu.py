@@ -19,7 +19,7 @@ from fast_attention.engine import operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.feature_maps.features import Identity
-from fast_attention.gpu import decayed, plain, self_check, walking
+from fast_attention.gpu import calls, decayed, plain, self_check
 from fast_attention.gpu.configurations import WIDEST
 from fast_attention.mechanisms.linear import gpu
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
@@ -97,11 +97,11 @@ def both_sides(
     left = advance(q, k, v, log_decay, key_mask, **settings)
     axis = -2 if by_channel else -1
     to_next = _next(log_decay, axis)
-    fades = to_next.exp() if by_channel else to_next.exp()[..., None]
+    decay_factor = to_next.exp() if by_channel else to_next.exp()[..., None]
     mask = None if key_mask is None else _next(key_mask, -1).flip(-1)
-    q, k, v = (x.flip(-2) for x in (q * fades if by_channel else q, _next(k, -2), _next(v, -2)))
+    q, k, v = (x.flip(-2) for x in (q * decay_factor if by_channel else q, _next(k, -2), _next(v, -2)))
     right = advance(q, k, v, _next(to_next, axis).flip(axis), mask, **settings)
-    sums = left + (right.flip(-2) if by_channel else right.flip(-2) * fades)
+    sums = left + (right.flip(-2) if by_channel else right.flip(-2) * decay_factor)
     return plain.quotient(sums, eps) if normalize else sums
 
 

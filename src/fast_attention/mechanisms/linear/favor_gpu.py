@@ -25,13 +25,14 @@ def serves(
     key_rows: Tensor | None, *state: Tensor | None, kind: int, **settings: Any,
 ) -> str:  # fmt: skip
     """Why kernels cannot compute attention from these features; empty where they can."""
-    why = operation.gpu_obstacle(q, k, widest=WIDEST_PROJECTED) or operation.gpu_obstacle(q, v, widest=WIDEST)
+    why = operation.gpu_unsupported_reason(q, k, widest=WIDEST_PROJECTED)
+    why = why or operation.gpu_unsupported_reason(q, v, widest=WIDEST)
     if why or not MAPS[kind].exponential:
         return why or "features of either sign"
     if bias is not None and bias.requires_grad:
         return "a bias that is trained"
     case = self_check.exponential(MAPS[kind].width(rows), q.shape[-1])
-    return self_check.obstacle(case, q, v, masked=key_mask is not None)
+    return self_check.unsupported_reason(case, q, v, masked=key_mask is not None)
 
 
 def advances(*tensors: Any, **settings: Any) -> str:
@@ -46,8 +47,8 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Outputs (..., L, Ev): see ``fast_favor.attend``."""
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, heads[0])))
-    forms, q = _forms(MAPS[kind], q, k, v, Heads(*heads), lead), q.expand(*lead, *q.shape[-2:])
-    return walking.walk(forms, bounded(q), bounded(k), v, key_mask, is_causal=is_causal)
+    kernel_set, q = _kernel_set(MAPS[kind], q, k, v, Heads(*heads), lead), q.expand(*lead, *q.shape[-2:])
+    return calls.run(kernel_set, clamp(q), clamp(k), v, key_mask, is_causal=is_causal)
 
 
 def packed(
@@ -67,7 +68,7 @@ def further(
 ) -> tuple[Tensor, ...]:
     """Causal outputs of new tokens behind a state, and the three tensors of the state after them."""
     heads, state = Heads(*others[:3]), others[3:]
-    forms, D = _forms(MAPS[kind], q, k, v, heads, q.shape[:-2]), MAPS[kind].width(heads.rows)
+    kernel_set, D = _kernel_set(MAPS[kind], q, k, v, heads, q.shape[:-2]), MAPS[kind].width(heads.rows)
     first = None if state[0] is None else torch.cat([state[0].flatten(-2), *state[1:]], -1)
     decodes = calls.steps(q, k, v, first, *heads)
     out, last = calls.advance(kernel_set, clamp(q), clamp(k), v, key_mask, first, decodes=decodes)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.heads import by_head
-from fast_attention.engine.numerics import bounded
+from fast_attention.engine.numerics import clamp
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
@@ -114,7 +114,7 @@ def token_features(
     x: Float[Tensor, "*batch n width"], rows: Tensor, bias: Tensor | None, *, hyperbolic: bool, factor: float
 ) -> Features:
     """``exp(w . x / d^(1/4) - ||x||^2 / (2 sqrt(d)) + bias + factor)`` for rows w, and for -w if ``hyperbolic``."""
-    x = bounded(x) * x.shape[-1] ** -0.25
+    x = clamp(x) * x.shape[-1] ** -0.25
     logs = by_head(x, (torch.cat([rows, -rows], -2) if hyperbolic else rows).mT)
     logs = logs if bias is None else logs + bias
     top = logs.detach().amax(-1)
