@@ -129,7 +129,7 @@ def _against(
 
 
 def _given(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """As the core takes them."""
+    """The arguments of a call as the compiled core takes them."""
     q, k, v, log_decay, key_mask, *state = tensors
     return q, k, v, key_mask, None, None, None, *(state[:2] or (None, None)), None, columns(log_decay, k).float()
 

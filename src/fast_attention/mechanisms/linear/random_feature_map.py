@@ -37,7 +37,7 @@ class RandomFeatureMap:
 
     @property
     def number(self) -> int:
-        """Its place among the kinds."""
+        """The place of ``kind`` in ``KINDS``, by which operations name a map."""
         return KINDS.index(self.kind)
 
     @property
