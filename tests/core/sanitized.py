@@ -134,14 +134,17 @@ def tiles(
 
 
 def features(heads: int, _: int, length: int, width: int, values: int, dtype: torch.dtype, causal: bool) -> None:
-    """Sums of features and of exponentials, forward and backward, with more keys than queries, masks and states."""
+    """Sums of features and of random ones, and sums that decay, forward and backward, with masks and states."""
 
     def passes(numbers: dict[str, Any]) -> Any:
         forward, backward = partial(compiled.forward, **numbers), partial(compiled.backward, **numbers)
         return Operation(forward, cpu=Fast(forward, backward))
 
     sums = passes({**compiled.code(EluPlusOne()), "eps": 1e-6})
-    exponentials = passes({"number": compiled.EXPONENTIAL, "offset": 0.0, "eps": 0.0})
+    exponentials, signed = (
+        passes({"number": number, "offset": 0.0, "eps": 0.0})
+        for number in (compiled.EXPONENTIAL, compiled.TRIGONOMETRIC)
+    )
     called.update(("features_forward", "features_backward"))
     few = min(width, 33) + 4
     rows, bias = torch.randn(heads, few, width), torch.randn(heads, 1, few)
@@ -151,7 +154,13 @@ def features(heads: int, _: int, length: int, width: int, values: int, dtype: to
         sizes = (length, width), (length + more, width), (length + more, values)
         q, k, v = (torch.randn(2, heads, *size).to(dtype).requires_grad_() for size in sizes)
         mask = torch.rand(2, 1, length + more) < 0.7
-        for run, weights, number in ((sums, [None] * 3, width), (exponentials, [rows, rows.flip(1), bias], few)):
+        cases = [
+            (sums, [None] * 3, width, None), (exponentials, [rows, rows.flip(1), bias], few, None),
+            (signed, [rows / width, rows.flip(1) / width, None], 2 * few, None),  # denominators far from 0
+        ]  # fmt: skip
+        if causal and not more:
+            cases += [(sums, [None] * 3, width, -torch.rand(2, heads, length, n)) for n in (1, width)]
+        for run, weights, number, decay in cases:
             weights = [None if x is None else x.requires_grad_() for x in weights]
             state: list[Tensor | None] = [None] * 3
             if behind:
@@ -160,10 +169,12 @@ def features(heads: int, _: int, length: int, width: int, values: int, dtype: to
                     torch.rand(2, heads, number),
                     torch.zeros(2, heads, number),
                 ]
-            out = run(q, k, v, mask, *weights, *state, is_causal=causal, advances=behind)
+            decay = None if decay is None else decay.requires_grad_()
+            out = run(q, k, v, mask, *weights, *state, decay, is_causal=causal, advances=behind)
             out = out[0] if behind else out
             assert out.isfinite().all()
-            assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum(), (q, k, v)))
+            wanted = (q, k, v) if decay is None else (q, k, v, decay)
+            assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum(), wanted))
 
 
 def near_and_far(heads: int, _: int, length: int, width: int, values: int, dtype: torch.dtype, causal: bool) -> None:

@@ -245,15 +245,15 @@ FAULTS = [
     Fault(
         "not causal, sums from the end hold a query's own key too",
         "mechanisms/linear/decayed_gpu.py",
-        "(q, _next(k, -2), _next(v, -2))",
+        "(q * decay_factor if by_channel else q, _next(k, -2), _next(v, -2))",
         "(q, k, v)",
         "tests/gpu/test_decayed.py -k the_oracle",
     ),
     Fault(
         "not causal, sums from the end fade a token too late",
         "mechanisms/linear/decayed_gpu.py",
-        "_next(to_next, -1).flip(-1), mask",
-        "to_next.flip(-1), mask",
+        "_next(to_next, axis).flip(axis), mask",
+        "to_next.flip(axis), mask",
         "tests/gpu/test_decayed.py -k the_oracle",
     ),
     Fault(

@@ -15,7 +15,7 @@ from fast_attention.engine.operation import Operation, Unserved, always
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, Relu
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_plus_attention, linear_attention
-from fast_attention.mechanisms.linear import compiled, fast_favor, fast_linear
+from fast_attention.mechanisms.linear import compiled, decayed, fast_favor, fast_linear
 
 pytestmark = pytest.mark.skipif(bool(core.unavailable()), reason="no compiled core")
 
@@ -32,15 +32,19 @@ def in_core(operation: Operation) -> Operation:
 
 
 SUMS, FURTHER = in_core(fast_linear.sums), in_core(fast_linear.further)
-EXPONENTIALS, FURTHER_EXPONENTIALS = in_core(fast_favor.exponentials), in_core(fast_favor.further)
+EXPONENTIALS, FURTHER_EXPONENTIALS = in_core(fast_favor.sums), in_core(fast_favor.further)
+DECAYED = in_core(decayed._further)
 
 
 def leaves(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.detach().clone().requires_grad_(x.is_floating_point()) for x in tensors]
 
 
-def agree(run: Operation, arguments: list[Any], rtol: float = 4e-5, **settings: Any) -> list[Tensor]:
-    """Outputs, states and the gradients of all of them, relative to the largest number; twice the same bits."""
+def agree(run: Operation, arguments: list[Any], rtol: float = 4e-5, fixed: int = 9, **settings: Any) -> list[Tensor]:
+    """Outputs, states and the gradients of all of them, relative to the largest number; twice the same bits.
+
+    ``fixed`` is the place of a state's scales, which have no gradient.
+    """
     results: list[list[Tensor]] = []
     for wide in (False, False, True):
         given = leaves(*(x.double() if wide and x is not None and x.is_floating_point() else x for x in arguments))
@@ -49,9 +53,9 @@ def agree(run: Operation, arguments: list[Any], rtol: float = 4e-5, **settings: 
         torch.manual_seed(1)
         probes = [torch.randn(x.shape, dtype=torch.float64) for x in outputs]
         pairs = [(x, p.to(x.dtype)) for x, p in zip(outputs, probes, strict=True) if x.requires_grad]
-        wanted = [x for x in given[:9] if x is not None and x.requires_grad]  # not a state's scales
+        wanted = [x for i, x in enumerate(given) if i != fixed and x is not None and x.requires_grad]
         ends, probes = zip(*pairs, strict=True)
-        results.append([*outputs, *torch.autograd.grad(ends, wanted, probes)])
+        results.append([*outputs, *torch.autograd.grad(ends, wanted, probes, materialize_grads=True)])
     for ours, again, plain in zip(*results, strict=True):
         assert torch.equal(ours, again)
         scale = float(plain.detach().abs().max()) + 1.0
@@ -109,7 +113,7 @@ def test_exponentials_are_the_plain_form(sizes: tuple[int, int, int, int], train
     rows = [W, 2 * torch.randn(3, 1, 70), draw(3, 70, sizes[2])] if trained else [W, None, W]
     for mask in (None, some_keys(sizes[1])):
         for is_causal in (False, True):
-            settings: Any = {"hyperbolic": False, "is_causal": is_causal, "rtol": 4e-5 * max(1.0, scale)}
+            settings: Any = {"kind": 0, "is_causal": is_causal, "rtol": 4e-5 * max(1.0, scale)}
             agree(EXPONENTIALS, [q, k, v, mask, *rows], **settings)
         if sizes[0] == sizes[1]:
             state = torch.rand(2, 3, 70, sizes[3]), torch.rand(2, 3, 70) + 1, 3 * torch.randn(2, 3, 70)
@@ -126,10 +130,75 @@ def test_eight_heads_are_read_from_first_to_last(sizes: tuple[int, int, int, int
     for mask in (None, some_keys(sizes[1], batch=4)):
         for is_causal in (False, True):
             agree(SUMS, [q, k, v, mask], **compiled.code(EluPlusOne()), eps=1e-6, is_causal=is_causal)
-            agree(EXPONENTIALS, [q, k, v, mask, W, None, W], hyperbolic=False, is_causal=is_causal)
+            agree(EXPONENTIALS, [q, k, v, mask, W, None, W], kind=0, is_causal=is_causal)
         if sizes[0] == sizes[1]:
             state = torch.rand(4, 3, 70, sizes[3]), torch.rand(4, 3, 70) + 1, 3 * torch.randn(4, 3, 70)
-            agree(FURTHER_EXPONENTIALS, [q, k, v, mask, W, None, W, *state], hyperbolic=False, is_causal=True)
+            agree(FURTHER_EXPONENTIALS, [q, k, v, mask, W, None, W, *state], kind=0, is_causal=True)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("sizes", "batch"), [(x, 2) for x in SIZES] + [((600, 600, 20, 7), 4)], ids=str)
+def test_signed_features_are_the_plain_form(sizes: tuple[int, int, int, int], batch: int, width: int) -> None:
+    """Cosines and sines of either sign over a scale for each token; short tokens, or a denominator may be near 0."""
+    widest = torch.ops.fast_attention_core.use_width(16)
+    try:
+        if torch.ops.fast_attention_core.use_width(min(width, widest)) != width:
+            pytest.skip("no such vectors")
+        q, k, v = tokens(sizes, 0.3 * (8 / sizes[2]) ** 0.25, batch=batch)
+        k[..., ::37, :] *= 2
+        W = draw(3, 35, sizes[2])
+        for mask in (None, some_keys(sizes[1], batch=batch)):
+            for is_causal in (False, True):
+                agree(EXPONENTIALS, [q, k, v, mask, W, None, W], kind=2, is_causal=is_causal)
+            if sizes[0] == sizes[1]:
+                state = torch.rand(batch, 3, 70, sizes[3]), torch.rand(batch, 3, 70), torch.randn(batch, 3, 1)
+                state[1][..., :35] += 9  # cosines
+                agree(FURTHER_EXPONENTIALS, [q, k, v, mask, W, None, W, *state], kind=2, is_causal=True)
+    finally:
+        core_width()
+
+
+def test_a_scale_that_rises_by_hundreds_within_a_section() -> None:
+    """Steps end early; no key moves a query before it, and the largest leaves only itself."""
+    W, v = draw(3, 64, 8), torch.randn(2, 3, 250, 5)
+    k = torch.linspace(1, 400, 250)[:, None] * torch.nn.functional.normalize(torch.randn(2, 3, 250, 8), dim=-1)
+    out = EXPONENTIALS(k, k, v, None, W, None, W, kind=2, is_causal=True)
+    torch.testing.assert_close(out[..., 150:, :], v[..., 150:, :], rtol=1e-3, atol=1e-3)
+    again = EXPONENTIALS(*(x[..., :99, :] for x in (k, k, v)), None, W, None, W, kind=2, is_causal=True)
+    torch.testing.assert_close(out[..., :99, :], again, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("strength", [0.02, 1.0, 40.0])
+@pytest.mark.parametrize(
+    ("sizes", "batch"), [(x, 2) for x in SIZES if x[0] == x[1]] + [((600, 600, 20, 7), 4)], ids=str
+)
+def test_sums_that_decay_are_the_plain_form(
+    sizes: tuple[int, int, int, int], batch: int, strength: float, by_channel: bool
+) -> None:
+    """Slow and fast decays, of tokens and of channels, masked and behind a state: gradients of decays too."""
+    for phi, normalize in zip(MAPS, (True, True, False), strict=True):
+        q, k, v = (x.abs() if phi == Identity() else x for x in tokens(sizes, batch=batch))
+        logs = -strength * torch.rand(batch, 3, sizes[0], *([sizes[2]] if by_channel else []))
+        state = torch.rand(batch, 3, sizes[2], sizes[3]), 3 * torch.rand(batch, 3, sizes[2]) + 1
+        over_all = -torch.rand(batch, 3, sizes[2] if by_channel else 1)
+        settings: Any = {"phi": phi, "normalize": normalize, "eps": 0.1, "fixed": 7}
+        agree(DECAYED, [q, k, v, logs, None], advances=False, **settings)
+        before = [*state, torch.zeros(batch, 3, 1), over_all]
+        agree(DECAYED, [q, k, v, logs, some_keys(sizes[1], batch=batch), *before], advances=True, **settings)
+
+
+def test_a_sequence_that_begins_in_another_reads_nothing_before_it() -> None:
+    """Decays that leave nothing, even of infinite logarithm; those behind them are as fine as ever."""
+    q, k, v = tokens((600, 600, 20, 7))
+    logs = -0.01 * torch.rand(2, 3, 600)
+    for nothing in (-1e4, float("-inf")):
+        cut = logs.clone()
+        cut[..., [300, 301, 310]] = nothing
+        settings: Any = {"phi": EluPlusOne(), "normalize": True, "eps": 1e-6, "advances": False}
+        out = DECAYED(q, k, v, cut, None, **settings)
+        late = DECAYED(*(x[..., 310:, :] for x in (q, k, v)), cut[..., 310:], None, **settings)
+        torch.testing.assert_close(out[..., 310:, :], late, rtol=1e-5, atol=1e-5)
 
 
 def test_features_that_grow_to_the_end() -> None:
@@ -138,7 +207,7 @@ def test_features_that_grow_to_the_end() -> None:
     direction = torch.nn.functional.normalize(W[:, :1], dim=-1)
     k = torch.linspace(80, 0, 250)[:, None] * direction + torch.zeros(2, 1, 1, 1)
     q = direction + 0.1 * torch.randn(2, 3, 250, 8)
-    agree(EXPONENTIALS, [q, k, v, None, W, None, W], hyperbolic=False, is_causal=True, rtol=3e-4)
+    agree(EXPONENTIALS, [q, k, v, None, W, None, W], kind=0, is_causal=True, rtol=3e-4)
 
 
 def calls() -> list[Any]:

@@ -6,6 +6,9 @@
 // read. Exponentials come as logarithms to base two, and every feature has a scale of its own, the largest logarithm of
 // the keys so far: sums are over 2^scale. The scales of a step are those of its first key; it ends before a key that
 // is far above them, so that no key counts for a query before it, none vanishes, and nothing overflows.
+//
+// Trigonometric features have such a logarithm for each token. Where sums decay, those of a token are what has decayed
+// since its section began, which queries subtract again; sums of whole sections are brought to where the next begins.
 #pragma once
 #include <cmath>
 #include <vector>
@@ -35,7 +38,7 @@ inline FeatureSums sums_at(float* numbers, int64_t features, int64_t values) {
 struct FeatureScratch {
   Buffer queries, keys, panel, value_panel, values, pairs, d_pairs, sums, turned, top, out, tokens, row, bias, norms,
       not_numbers, query_rows, key_rows, query_columns, key_columns, wide, grad, d_denominators, d_features, d_values,
-      d_tokens, totals, scales, factors, parts, apart, parts_of_lead;
+      d_tokens, totals, scales, factors, parts, apart, parts_of_lead, logs, log_row;
   std::vector<int64_t> steps;
   const void* packed = nullptr;  // the rows of which query_rows and key_rows are made
   int64_t call = -1;
@@ -90,6 +93,22 @@ inline float product_of_rows(const float* a, const float* b, int64_t n) {
 // Zeros in place of the numbers behind the column `last`.
 inline Vec columns_up_to(Vec x, int64_t last) { return counting() <= static_cast<int32_t>(last) ? x : Vec{}; }
 
+// Of x turns.
+inline void cosine_and_sine(Vec x, Vec& cosine, Vec& sine) {
+  const Vec shifted = x * 2.0f + 12582912.0f;  // rounds to half turns: see exp2
+  Vec y = x - (shifted - 12582912.0f) * 0.5f;
+  y = -larger(all(-0.25f), -larger(all(-0.25f), y));  // beyond 2^22 turns a float says nothing of the rest
+  const Vec u = y * y;
+  Vec c = all(-24.981836f), s = all(39.760723f);
+  c = c * u + 60.14395f, s = s * u - 76.58128f;
+  c = c * u - 85.45357f, s = s * u + 81.60248f;
+  c = c * u + 64.93935f, s = s * u - 41.341682f;
+  c = c * u - 19.739208f, s = s * u + 6.2831855f;
+  c = c * u + 1.0f, s = s * y;
+  const Words half = words(shifted) << 31;  // the sign of an odd half turn
+  cosine = from_bits(from_words(words(c) ^ half)), sine = from_bits(from_words(words(s) ^ half));
+}
+
 // Not 0 where a number is infinite or NaN: told by its bits, because compilers take 0 x for 0.
 inline Ints not_finite(Vec x) { return (bits(x) & 0x7f800000) == 0x7f800000; }
 
@@ -103,9 +122,10 @@ inline bool any(Ints x) {
 class FeatureWork {
  public:
   FeatureWork(const FeaturesCall& call, int64_t batch, int64_t head, FeatureScratch& memory, bool backward)
-      : c(call), b(batch), h(head), m(memory), exponential(call.map == EXPONENTIAL),
-        columns(whole(call.features, W)), line(whole(call.features, 32)),
-        value_row(whole(call.values, 32)), width_row(whole(call.width, 32)), tokens_at_once(call.causal ? STEP : MANY) {
+      : c(call), b(batch), h(head), m(memory), exponential(call.map == EXPONENTIAL), random(call.map >= EXPONENTIAL),
+        scaled(random || call.fading > 0), columns(whole(call.features, W)), line(whole(call.features, 32)),
+        value_row(whole(call.values, 32)), width_row(whole(call.width, 32)), row_line(whole(call.rows, 32)),
+        tokens_at_once(call.causal ? STEP : MANY) {
     const int64_t rows = 2 * STEP;
     tokens = m.tokens.floats(rows * width_row);
     row = m.row.floats(width_row + value_row + line);
@@ -113,19 +133,22 @@ class FeatureWork {
     direct_values = c.v.kind == FLOAT32 && c.values % W == 0;
     const int64_t size = line * value_row + 2 * line;
     sums = sums_at(m.sums.floats(size), c.features, c.values);
-    if (!exponential) return;
+    if (!scaled) return;
     top = m.top.floats(line);
+    logs = static_cast<double*>(m.logs.bytes((c.fading > 0 ? SECTION * c.fading : rows) * 8));
+    log_row = m.log_row.floats(line);
+    if (!random) return;
     norms = m.norms.floats(rows);
     not_numbers = m.not_numbers.floats(rows);
     bias = m.bias.floats(line);
     const float* added = c.bias == nullptr ? nullptr : c.bias + b * c.bias_batch + h * c.bias_head;
     for (int64_t e = 0; e < line; ++e)
       bias[e] = e >= c.features ? -INFINITE : added == nullptr ? 0.0f : added[e] * LOG2E;
-    query_rows = m.query_rows.floats(line * c.width);
-    key_rows = m.key_rows.floats(line * c.width);
+    query_rows = m.query_rows.floats(row_line * c.width);
+    key_rows = m.key_rows.floats(row_line * c.width);
     if (backward) {
-      query_columns = m.query_columns.floats(line * width_row);
-      key_columns = m.key_columns.floats(line * width_row);
+      query_columns = m.query_columns.floats(row_line * width_row);
+      key_columns = m.key_columns.floats(row_line * width_row);
     }
     const void* source = static_cast<const char*>(c.query_rows.data) + 4 * (b * c.query_rows.batch + h * c.query_rows.head);
     if (m.call == c.number && m.packed == source) return;
@@ -134,15 +157,15 @@ class FeatureWork {
     pack_rows(c.key_rows, key_rows, key_columns);
   }
 
-  // Rows of the map as panels of their numbers, (width, PANEL) each, and as panels of columns, (features, PANEL).
+  // Rows of the map as panels of their numbers, (width, PANEL) each, and as panels of columns, (rows, PANEL).
   void pack_rows(const Tokens& rows, float* to, float* in_columns) {
-    for (int64_t p = 0; p < c.features; p += PANEL)
-      pack_panel(rows, at(rows, p), c.features - p, c.width, row, to + p * c.width);
+    for (int64_t p = 0; p < c.rows; p += PANEL)
+      pack_panel(rows, at(rows, p), c.rows - p, c.width, row, to + p * c.width);
     if (in_columns == nullptr) return;
-    for (int64_t e = 0; e < c.features; ++e) {
+    for (int64_t e = 0; e < c.rows; ++e) {
       read_row(rows, at(rows, e), c.width, width_row, 1.0f, row);
       for (int64_t p = 0; p < width_row; p += PANEL)
-        std::memcpy(in_columns + (p / PANEL * line + e) * PANEL, row + p, PANEL * 4);
+        std::memcpy(in_columns + (p / PANEL * row_line + e) * PANEL, row + p, PANEL * 4);
     }
   }
 
@@ -198,19 +221,70 @@ class FeatureWork {
         square += number * number;
         broken |= not_finite(number);
       }
-      if (keys || c.normed) norms[i] = sum(square) * (0.5f * LOG2E);
+      if (keys || c.normed) norms[i] = sum(square) * ((exponential ? 0.5f : -0.5f) * LOG2E);
       not_numbers[i] = any(broken) ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
     }
   }
 
-  // Their logarithms to base two. The rows, in panels of 8 KiB, come from the second cache; tokens stay in the first.
-  void logarithms(const Tokens& x, int64_t first, int64_t n, bool keys, float* to) const {
+  // Features over what their logarithms say; of exponentials these to base two. The rows of a map, in panels of 8 KiB,
+  // come from the second cache; tokens stay in the first.
+  void features(const Tokens& x, int64_t first, int64_t n, bool keys, float* to) const {
+    if (!random) return elementwise(x, first, n, keys, to);
     read_tokens(x, first, n, keys);
     const float* rows = keys ? key_rows : query_rows;
-    for (int64_t p = 0; p < columns; p += PANEL)
+    for (int64_t p = 0; p < c.rows; p += PANEL)
       column_panel<2>(n, c.width, tokens, width_row, 1, rows + p * c.width, PANEL, to + p, line, false);
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t e = 0; e < columns; e += W) store(to + i * line + e, load(to + i * line + e) * LOG2E + (load(bias + e) - norms[i]));
+    for (int64_t i = 0; i < n; ++i, to += line) {
+      if (exponential) {
+        for (int64_t e = 0; e < columns; e += W) store(to + e, load(to + e) * LOG2E + (load(bias + e) - norms[i]));
+        continue;
+      }
+      for (int64_t e = whole(c.rows, W) - W; e >= 0; e -= W) {  // backwards: what lies behind the last row is overwritten
+        Vec cosine, sine;
+        cosine_and_sine(load(to + e) * 0.15915494309189535f, cosine, sine);
+        store(to + e, cosine), store(to + c.rows + e, sine);
+      }
+      for (int64_t e = c.features; e < columns; ++e) to[e] = 0.0f;
+      if (keys) logs[i] = -norms[i];
+    }
+  }
+
+  // From here on the logarithms of tokens are what has decayed since this section's first.
+  void begin_section(int64_t first, int64_t end) {
+    begun = first, ended = end;
+    for (int64_t i = first; i < end && c.fading > 0; ++i) {
+      const float* decay = static_cast<const float*>(c.decay.data) + at(c.decay, i);
+      for (int64_t e = 0, place = (i - first) * c.fading; e < c.fading; ++e, ++place) {
+        const double gone = -(decay[e] > -1e6f ? decay[e] : -1e6f) * 1.4426950408889634;
+        logs[place] = i > first ? logs[place - c.fading] + gone : gone;
+      }
+    }
+  }
+
+  // Logarithms of token i of those from `first` on, one of each feature or of all; of a feature at the section's end.
+  const double* logs_of(int64_t first, int64_t i) const {
+    return c.fading > 0 ? logs + (first + i - begun) * c.fading : logs + i;
+  }
+  double at_end(int64_t feature) const { return logs_of(ended, -1)[c.fading > 1 ? feature : 0]; }
+
+  // Those of features `to`, all in float32.
+  const float* row_of_logs(const float* to, const double* of_token) const {
+    if (exponential) return to;
+    for (int64_t e = 0; e < line; ++e)
+      log_row[e] = static_cast<float>(c.fading > 1 && e < c.features ? of_token[e] : of_token[0]);
+    return log_row;
+  }
+
+  // Multiplies features, or gradients, by 2^(sign (logarithms - scale)).
+  void shift(float* to, const double* of_token, const float* scale, double sign) const {
+    if (c.fading <= 1) {
+      const float factor = exp2(static_cast<float>(sign * (of_token[0] - scale[0])));
+      for (int64_t e = 0; e < columns; e += W) store(to + e, load(to + e) * factor);
+      return;
+    }
+    for (int64_t e = 0; e < columns; ++e)
+      log_row[e] = e < c.features ? static_cast<float>(sign * (of_token[e] - scale[e])) : 0.0f;
+    for (int64_t e = 0; e < columns; e += W) store(to + e, load(to + e) * exp2(load(log_row + e)));
   }
 
   // Brings the sums to other scales; gradients of sums are divided by what these are multiplied by.
@@ -254,53 +328,62 @@ class FeatureWork {
         }
   }
 
-  // Over 2^scale, in place of logarithms.
-  void exponentials(float* logs, int64_t i, const float* scale) const {
-    for (int64_t e = 0; e < columns; e += W) store(logs + e, exp2(load(logs + e) - load(scale + e)) + not_numbers[i]);
-    for (int64_t e = c.features; e < columns; ++e) logs[e] = 0.0f;
+  void raise(float* scale, const float* to) const {
+    for (int64_t e = 0; e < columns; e += W) store(scale + e, larger(load(to + e), load(scale + e)));
+  }
+
+  // Key i of those from `first` on over 2^scale.
+  void over(float* to, int64_t first, int64_t i, const float* scale) const {
+    if (!exponential) return shift(to, logs_of(first, i), scale, 1.0);
+    for (int64_t e = 0; e < columns; e += W) store(to + e, exp2(load(to + e) - load(scale + e)) + not_numbers[i]);
+    for (int64_t e = c.features; e < columns; ++e) to[e] = 0.0f;
+  }
+
+  // Features of keys over scales that none of them is above.
+  void keys_over(int64_t first, int64_t n, const float* scale, float* to) const {
+    features(c.k, first, n, true, to);
+    for (int64_t i = 0; i < n && scaled; ++i) over(to + i * line, first, i, scale);
   }
 
   // Features of keys whose sums nobody reads before they are all there; the sums take their scales.
   void keys_of_sums(int64_t first, int64_t n, float* to) {
-    if (!exponential) return elementwise(c.k, first, n, true, to);
-    logarithms(c.k, first, n, true, to);
-    for (int64_t e = 0; e < columns; e += W) {
-      Vec most = load(sums.scale + e);
-      for (int64_t i = 0; i < n; ++i) most = larger(load(to + i * line + e), most);
-      store(top + e, most);
-    }
+    features(c.k, first, n, true, to);
+    if (!scaled) return;
+    std::memcpy(top, sums.scale, static_cast<size_t>(line) * 4);
+    for (int64_t i = 0; i < n; ++i) raise(top, row_of_logs(to + i * line, logs_of(first, i)));
     rescale(top);
-    for (int64_t i = 0; i < n; ++i) exponentials(to + i * line, i, sums.scale);
+    for (int64_t i = 0; i < n; ++i) over(to + i * line, first, i, sums.scale);
   }
 
   // Features of the keys of a step, of which there may be fewer than n; `scale` becomes the step's, `top` the largest
   // logarithms up to its end. The sums are left as they are.
   int64_t keys_of_step(int64_t first, int64_t n, float* to, float* scale) {
-    if (!exponential) {
-      elementwise(c.k, first, n, true, to);
-      return n;
-    }
-    logarithms(c.k, first, n, true, to);
-    for (int64_t e = 0; e < columns; e += W) store(scale + e, larger(load(to + e), load(top + e)));
+    features(c.k, first, n, true, to);
+    if (!scaled) return n;
+    std::memcpy(scale, top, static_cast<size_t>(line) * 4);
+    raise(scale, row_of_logs(to, logs_of(first, 0)));
     for (int64_t i = 0; i < n; ++i) {
-      float* logs = to + i * line;
+      const float* own = row_of_logs(to + i * line, logs_of(first, i));
       Vec above = all(-INFINITE);
-      for (int64_t e = 0; e < columns; e += W) above = larger(load(logs + e) - load(scale + e), above);
+      for (int64_t e = 0; e < columns; e += W) above = larger(load(own + e) - load(scale + e), above);
       if (i > 0 && largest(above) > SLACK) return i;
-      for (int64_t e = 0; e < columns; e += W) store(top + e, larger(load(logs + e), load(top + e)));
-      exponentials(logs, i, scale);
+      raise(top, own);
+      over(to + i * line, first, i, scale);
     }
     return n;
   }
 
-  // Features of queries beside sums over 2^scale: over each query's largest term, whose logarithm is kept or `known`.
+  // Features of queries beside sums over 2^scale. Random ones are over each query's largest term, whose logarithm is kept
+  // or `known`.
   void queries(int64_t first, int64_t n, const float* scale, float* tops, bool known, float* to) {
-    if (!exponential) {
-      elementwise(c.q, first, n, false, to);
-      return;
+    features(c.q, first, n, false, to);
+    for (int64_t i = 0; i < n && c.fading > 0; ++i) shift(to + i * line, logs_of(first, i), scale, -1.0);
+    for (int64_t i = 0; i < n && random && !exponential; ++i) {
+      if (!known) tops[first + i] = scale[0];
+      const float factor = exp2(scale[0] - tops[first + i]);
+      for (int64_t e = 0; e < columns && known; e += W) store(to + i * line + e, load(to + i * line + e) * factor);
     }
-    logarithms(c.q, first, n, false, to);
-    for (int64_t i = 0; i < n; ++i) {
+    for (int64_t i = 0; i < n && exponential; ++i) {
       float* logs = to + i * line;
       float before = tops[first + i];
       if (!known) {
@@ -389,6 +472,14 @@ class FeatureWork {
     }
   }
 
+  // rows += weights times z, of features; one for each row, or 1
+  void add_to_rows(const float* z, const float* weights, int64_t n, float* rows) const {
+    for (int64_t r = 0; r < n; ++r) {
+      const float weight = weights == nullptr ? 1.0f : weights[r];
+      for (int64_t e = r * line, f = 0; f < columns; e += W, f += W) store(rows + e, load(rows + e) + load(z + f) * weight);
+    }
+  }
+
   // Products of keys of a step as columns, in panels of (numbers, PANEL); `above` rows see none of a panel's keys.
   void triangle(const float* rows, int64_t row_distance, const float* keys, int64_t key_distance, int64_t numbers, int64_t n,
                 float* panel, float* to) const {
@@ -415,18 +506,28 @@ class FeatureWork {
     for (int64_t i = 0; i < n; ++i, grad += value_row) {
       read_row(d.grad_out, at(d.grad_out, first + i), c.values, value_row, 1.0f / denominators[first + i], grad);
       read_row(c.out, at(c.out, first + i), c.values, value_row, 1.0f, row);
-      d_denominators[i] = -product_of_rows(grad, row, value_row);
+      d_denominators[i] = c.normalized ? -product_of_rows(grad, row, value_row) : 0.0f;
     }
   }
 
-  // Writes the gradients of tokens, given their features and the gradients of these, which are lost. `slot` is the
-  // section's place among the gradients of rows and bias, null pointers where these are not wanted.
+  // Writes the gradients of tokens, given their features and the gradients of these, which are lost. Those of rows and
+  // bias have null pointers where they are not wanted; those of decays go to d_decay, given the scale of features.
   void write_gradients(const Tokens& x, int64_t first, int64_t n, bool keys, const float* features, float* d_features,
-                       const Tokens& to, float* d_rows, float* d_bias) {
-    if (!exponential) {
+                       const Tokens& to, float* d_rows, float* d_bias, float* d_decay = nullptr,
+                       const float* scale = nullptr) {
+    if (!random) {
+      float* plain = m.d_tokens.floats(line);
       for (int64_t i = 0; i < n; ++i) {
         float* slope = d_features + i * line;
         const float* feature = features + i * line;
+        if (c.fading > 0) {
+          float* decay = d_decay + ((b * c.heads + h) * c.keys + first + i) * c.fading;
+          for (int64_t e = 0; e < c.features; ++e)
+            decay[c.fading > 1 ? e : 0] += (keys ? -1.0f : 1.0f) * slope[e] * feature[e];
+          shift(slope, logs_of(first, i), scale, keys ? 1.0 : -1.0);
+          elementwise(x, first + i, 1, keys, plain);
+          feature = plain;
+        }
         if (keys && hidden(first + i)) {
           for (int64_t e = 0; e < c.width; ++e) slope[e] = 0.0f;
         } else if (c.map == ELU_PLUS_ONE) {
@@ -441,24 +542,30 @@ class FeatureWork {
       return;
     }
     read_tokens(x, first, n, keys);
-    for (int64_t i = 0; i < n * line; i += line)
-      for (int64_t e = 0; e < columns; e += W)
-        store(d_features + i + e, load(d_features + i + e) * load(features + i + e));
-    float* d_tokens = m.d_tokens.floats(2 * STEP * width_row);
-    panel_product(n, c.width, c.features, d_features, line, 1, keys ? key_columns : query_columns, line * PANEL, d_tokens,
+    float *d_tokens = m.d_tokens.floats(2 * STEP * width_row), all_features[2 * STEP];
+    for (int64_t i = 0; i < n; ++i) {
+      float* slope = d_features + i * line;
+      const float* feature = features + i * line;
+      Vec total = {};
+      for (int64_t e = 0; e < columns; e += W) {
+        const Vec gained = load(slope + e) * load(feature + e);
+        total += gained;
+        if (exponential) store(slope + e, gained);
+      }
+      all_features[i] = exponential ? -sum(total) : sum(total);
+      for (int64_t e = 0; e < c.rows && !exponential; e += W)  // cosines come first, then sines
+        store(slope + e, load(slope + c.rows + e) * load(feature + e) - load(slope + e) * load(feature + c.rows + e));
+    }
+    panel_product(n, c.width, c.rows, d_features, line, 1, keys ? key_columns : query_columns, row_line * PANEL, d_tokens,
                   width_row, false);
     if (d_rows != nullptr)
-      product(c.features, whole(c.width, W), n, d_features, 1, line, tokens, width_row, d_rows, width_row, true);
+      product(c.rows, whole(c.width, W), n, d_features, 1, line, tokens, width_row, d_rows, width_row, true);
     if (d_bias != nullptr) add_rows(d_features, n, d_bias);
     const float factor = std::pow(static_cast<float>(c.width), -0.25f);
     for (int64_t i = 0; i < n; ++i) {
       float *dx = d_tokens + i * width_row, *token = tokens + i * width_row;
-      if (keys || c.normed) {
-        Vec total = {};
-        for (int64_t e = 0; e < columns; e += W) total += load(d_features + i * line + e);
-        const float all_features = sum(total);
-        for (int64_t e = 0; e < width_row; e += W) store(dx + e, load(dx + e) - load(token + e) * all_features);
-      }
+      if (keys || c.normed)
+        for (int64_t e = 0; e < width_row; e += W) store(dx + e, load(dx + e) + load(token + e) * all_features[i]);
       for (int64_t e = 0; e < c.width; ++e)  // slope 0 beyond the bound
         if (std::fabs(token[e]) >= MOST * factor) dx[e] = 0.0f;
       write_row(to, at(to, first + i), c.width, factor, dx);
@@ -473,7 +580,7 @@ class FeatureWork {
   }
 
   float* rows_of(float* gradients, int64_t slots, int64_t slot) const {
-    return gradients == nullptr ? nullptr : gradients + ((b * c.heads + h) * slots + slot) * c.features * width_row;
+    return gradients == nullptr ? nullptr : gradients + ((b * c.heads + h) * slots + slot) * c.rows * width_row;
   }
   float* bias_of(float* gradients, int64_t slots, int64_t slot) const {
     return gradients == nullptr ? nullptr : gradients + ((b * c.heads + h) * slots + slot) * line;
@@ -481,7 +588,7 @@ class FeatureWork {
 
   void clear(FeatureSums& x) const {
     std::memset(x.kv, 0, static_cast<size_t>(line * value_row + line) * 4);
-    for (int64_t e = 0; e < line; ++e) x.scale[e] = exponential ? LOWEST : 0.0f;
+    for (int64_t e = 0; e < line; ++e) x.scale[e] = random ? LOWEST : 0.0f;
   }
 
   void copy(const FeatureSums& from, const FeatureSums& to) const {
@@ -491,13 +598,15 @@ class FeatureWork {
   const FeaturesCall& c;
   const int64_t b, h;
   FeatureScratch& m;
-  const bool exponential;
-  const int64_t columns, line, value_row, width_row, tokens_at_once;
+  const bool exponential, random, scaled;
+  const int64_t columns, line, value_row, width_row, row_line, tokens_at_once;
   FeatureSums sums{}, before{}, section{};  // sums = before + section where those are kept apart
   bool direct_values = false;
+  int64_t begun = 0, ended = 0;
+  double* logs = nullptr;
   float *tokens = nullptr, *row = nullptr, *value_memory = nullptr, *top = nullptr, *norms = nullptr,
         *not_numbers = nullptr, *bias = nullptr, *query_rows = nullptr, *key_rows = nullptr, *query_columns = nullptr,
-        *key_columns = nullptr;
+        *key_columns = nullptr, *log_row = nullptr;
 };
 
 // Sections of one call. Leading keys, which all queries see, come first, then those beside the queries.
@@ -526,6 +635,7 @@ inline void sum_section(const FeaturesCall& c, const Sections& cut, int64_t batc
   work.clear(work.sums);
   int64_t first, end;
   cut.of_keys(section, c, first, end);
+  work.begin_section(first, end);
   for (int64_t j = first; j < end; j += MANY) {
     const int64_t n = end - j < MANY ? end - j : MANY;
     int64_t distance;
@@ -557,12 +667,12 @@ class Totals {
 
   void clear() { std::memset(kv, 0, static_cast<size_t>(w.line * w.value_row + w.line) * 8); }
 
-  // = total 2^(from - to) + sums 2^(their scale - to), to the larger scales where `to` is null
-  void add(const FeatureSums& sums, float* scale) {
+  // = total 2^(scale - to) + sums 2^(their scale - to): to the larger scales, or to the end of the section that `of` began
+  void add(const FeatureSums& sums, float* scale, const FeatureWork& of) {
     for (int64_t f = 0; f < w.c.features; ++f) {
-      const float to = sums.scale[f] > scale[f] ? sums.scale[f] : scale[f];
+      const double to = w.c.fading > 0 ? of.at_end(f) : sums.scale[f] > scale[f] ? sums.scale[f] : scale[f];
       const double ours = factor(scale[f], to), theirs = factor(sums.scale[f], to);
-      scale[f] = to;
+      scale[f] = w.c.fading > 0 ? 0.0f : static_cast<float>(to);
       z[f] = z[f] * ours + sums.z[f] * theirs;
       combine(sums, f, ours, theirs);
     }
@@ -576,7 +686,7 @@ class Totals {
     }
   }
 
-  static double factor(float from, float to) { return from == to ? 1.0 : std::exp2(static_cast<double>(from) - to); }
+  static double factor(double from, double to) { return from == to ? 1.0 : std::exp2(from - to); }
 
   void write(const FeatureSums& to, const float* scale) const {
     for (int64_t i = 0; i < w.line * w.value_row; ++i) to.kv[i] = static_cast<float>(kv[i]);
@@ -619,10 +729,10 @@ class HeadSums {
       : c(call), cut(sections), work(call, batch, head, feature_scratch(), false), totals(work, feature_scratch().wide),
         scale(feature_scratch().totals.floats(2 * work.line)), first_scale((batch * c.heads + head) * c.features) {
     totals.clear();
-    for (int64_t f = 0; f < work.line; ++f) scale[f] = work.exponential ? LOWEST : 0.0f;
+    for (int64_t f = 0; f < work.line; ++f) scale[f] = work.random ? LOWEST : 0.0f;
     if (c.first.kv == nullptr) return;
     totals.read(c.first);
-    for (int64_t f = 0; f < c.features && work.exponential; ++f) {
+    for (int64_t f = 0; f < c.features && work.random; ++f) {
       double factor;
       scale[f] = binary(c.first.log_scale[first_scale + f], factor);
       totals.multiply(f, factor);
@@ -636,13 +746,13 @@ class HeadSums {
     return slot;
   }
 
-  void add(const FeatureSums& section) { totals.add(section, scale); }
+  void add(const FeatureSums& section, const FeatureWork& of) { totals.add(section, scale, of); }
 
   // The state behind the last key, if the call wants it.
   void finish() {
     write(cut.keys);
     if (c.last.kv == nullptr) return;
-    for (int64_t f = 0; f < c.features && work.exponential; ++f) {
+    for (int64_t f = 0; f < c.features && work.random; ++f) {
       double factor;
       c.last.log_scale[first_scale + f] = natural(scale[f], factor);
       totals.multiply(f, factor);
@@ -668,7 +778,10 @@ inline void scan_sections(const FeaturesCall& c, const Sections& cut, int64_t ba
     const bool summed = all_summed || s < cut.keys - 1;
     if (summed) sums.work.copy(sums.work.kept(c.states, cut.keys + 1, s), part);
     sums.write(s);
-    if (summed) sums.add(part);
+    int64_t first, end;
+    cut.of_keys(s, c, first, end);
+    sums.work.begin_section(first, end);
+    if (summed) sums.add(part, sums.work);
   }
   sums.finish();
 }
@@ -687,7 +800,8 @@ inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t bat
   if (c.causal) {
     work.copy(before, work.sums);
     if (whole != nullptr) work.sum_apart(before);
-    if (work.exponential) std::memcpy(work.top, before.scale, static_cast<size_t>(line) * 4);
+    if (work.scaled) std::memcpy(work.top, before.scale, static_cast<size_t>(line) * 4);
+    work.begin_section(first, end);
     keys = m.keys.floats(2 * STEP * line), panel = m.panel.floats(STEP * line), pairs = m.pairs.floats(STEP * STEP);
     scale = m.scales.floats(line);
     std::memset(scale, 0, static_cast<size_t>(line) * 4);
@@ -701,7 +815,7 @@ inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t bat
     int64_t n = end - i < at_once ? end - i : at_once;
     if (c.causal) {
       n = work.keys_of_step(i + cut.lead_keys, n, keys, scale);
-      if (work.exponential) work.rescale(scale);
+      if (work.scaled) work.rescale(scale);
     }
     work.queries(i, n, work.sums.scale, tops, false, queries);
     // Queries and their outputs stay in the first cache; a panel of the sums has features x PANEL numbers.
@@ -737,7 +851,7 @@ inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t bat
       const Vec size = denominator < 0.0f ? -denominator : denominator;
       denominator = size < INFINITE ? denominator : all(std::numeric_limits<float>::quiet_NaN());
       denominator = size < LEAST ? all(INFINITE) : denominator;
-      store(parts + r * W, denominator);
+      store(parts + r * W, c.normalized ? denominator : all(1.0f));
     }
     for (int64_t r = 0; r < n; ++r) {
       const float denominator = parts[r / W * W * W + r % W];
@@ -747,9 +861,9 @@ inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t bat
     i += n;
   }
   if (whole != nullptr) {
-    if (work.exponential) work.rescale(work.top);
+    if (work.scaled) work.rescale(work.top);
     std::memcpy(work.section.scale, work.sums.scale, static_cast<size_t>(line) * 4);
-    whole->add(work.section);
+    whole->add(work.section, work);
   }
   return !any(broken);
 }
@@ -764,7 +878,7 @@ inline bool read_head(const FeaturesCall& c, const Sections& cut, int64_t batch,
   for (int64_t s = 0; s < cut.lead; ++s) {
     sums.work.copy(sums.work.kept(c.states, cut.keys + 1, s), part);
     sums.write(s);
-    sums.add(part);
+    sums.add(part, sums.work);
   }
   for (int64_t s = 0; s < cut.queries; ++s) {
     if (c.causal) sums.write(cut.lead + s);
@@ -776,6 +890,16 @@ inline bool read_head(const FeaturesCall& c, const Sections& cut, int64_t batch,
   return finite;
 }
 
+// Runs parts of all heads at once. Heads of one place in all sequences follow one another: they share rows, which are
+// packed once.
+template <class Function>
+inline void of_heads(const FeaturesCall& c, const Pool& pool, int64_t parts, Function&& run) {
+  parallel_items(pool, c.batch * c.heads * parts, [&](int64_t item) {
+    const int64_t head = item / parts;
+    run(head % c.batch, head / c.batch, item % parts);
+  });
+}
+
 // Whether one item a head does it all: few tokens, or heads enough for the threads of most machines.
 inline bool one_item_a_head(const FeaturesCall& c, const Sections& cut) {
   return (cut.lead <= 1 && cut.queries <= 1) || c.batch * c.heads >= 8;
@@ -783,34 +907,17 @@ inline bool one_item_a_head(const FeaturesCall& c, const Sections& cut) {
 
 inline bool features_forward(const FeaturesCall& c, const Pool& pool) {
   const Sections cut(c);
-  const int64_t heads = c.batch * c.heads;
   std::atomic<bool> finite{true};
-  const int64_t summed = !c.causal || c.last.kv != nullptr ? cut.keys : cut.keys - 1;
-  // Heads of one place in all sequences follow one another: they share rows, which are packed once.
-  const auto of_head = [&](int64_t item, int64_t& batch, int64_t& head) { batch = item % c.batch, head = item / c.batch; };
-  if (one_item_a_head(c, cut)) {
-    parallel_items(pool, heads, [&](int64_t item) {
-      int64_t batch, head;
-      of_head(item, batch, head);
-      if (!read_head(c, cut, batch, head)) finite.store(false, std::memory_order_relaxed);
-    });
-    return finite;
+  const bool whole = one_item_a_head(c, cut);
+  if (!whole) {
+    const int64_t summed = !c.causal || c.last.kv != nullptr ? cut.keys : cut.keys - 1;
+    if (summed > 0)
+      of_heads(c, pool, summed, [&](int64_t batch, int64_t head, int64_t s) { sum_section(c, cut, batch, head, s); });
+    of_heads(c, pool, 1, [&](int64_t batch, int64_t head, int64_t) { scan_sections(c, cut, batch, head); });
   }
-  if (summed > 0)
-    parallel_items(pool, heads * summed, [&](int64_t item) {
-      int64_t batch, head;
-      of_head(item / summed, batch, head);
-      sum_section(c, cut, batch, head, item % summed);
-    });
-  parallel_items(pool, heads, [&](int64_t item) {
-    int64_t batch, head;
-    of_head(item, batch, head);
-    scan_sections(c, cut, batch, head);
-  });
-  parallel_items(pool, heads * cut.queries, [&](int64_t item) {
-    int64_t batch, head;
-    of_head(item / cut.queries, batch, head);
-    if (!read_section(c, cut, batch, head, item % cut.queries)) finite.store(false, std::memory_order_relaxed);
+  of_heads(c, pool, whole ? 1 : cut.queries, [&](int64_t batch, int64_t head, int64_t s) {
+    if (!(whole ? read_head(c, cut, batch, head) : read_section(c, cut, batch, head, s)))
+      finite.store(false, std::memory_order_relaxed);
   });
   return finite;
 }
@@ -834,6 +941,7 @@ inline void sum_gradients(const FeaturesCall& c, const FeaturesGradients& d, con
   }
   int64_t first, end;
   cut.of_queries(section, c, first, end);
+  work.begin_section(first, end);
   const int64_t slots = cut.queries + cut.keys;
   for (int64_t i = first; i < end; i += most) {
     const int64_t n = end - i < most ? end - i : most;
@@ -843,9 +951,7 @@ inline void sum_gradients(const FeaturesCall& c, const FeaturesGradients& d, con
     work.add_weighted_rows(queries, d_denominators, n, into.z);
     if (c.causal) continue;
     panel_product(n, c.features, c.values, grad, value_row, 1, turned, value_row * PANEL, d_features, line, false);
-    for (int64_t r = 0; r < n; ++r)
-      for (int64_t e = 0; e < work.columns; e += W)
-        store(d_features + r * line + e, load(d_features + r * line + e) + load(before.z + e) * d_denominators[r]);
+    work.add_to_rows(before.z, d_denominators, n, d_features);
     work.write_gradients(c.q, i, n, false, queries, d_features, d.dq, work.rows_of(d.d_query_rows, cut.queries, section),
                          work.bias_of(d.d_bias, slots, section));
   }
@@ -862,7 +968,7 @@ inline void scan_gradients(const FeaturesCall& c, const FeaturesGradients& d, co
   const FeatureSums end = work.kept(c.states, cut.keys + 1, cut.keys);
   if (d.last.kv != nullptr) {
     totals.read(d.last);
-    for (int64_t f = 0; f < c.features && work.exponential; ++f) {
+    for (int64_t f = 0; f < c.features && work.random; ++f) {
       double factor;
       natural(end.scale[f], factor);
       totals.multiply(f, factor);
@@ -870,13 +976,22 @@ inline void scan_gradients(const FeaturesCall& c, const FeaturesGradients& d, co
   }
   FeatureSums part = sums_at(m.sums.floats(state_numbers(c.features, c.values)), c.features, c.values);
   const float* scale = end.scale;
+  float* ends = m.totals.floats(2 * work.line);
   for (int64_t t = cut.queries - 1; t >= 0; --t) {
     const bool summed = all_summed || t > 0;
     if (summed) work.copy(work.kept(d.states, cut.queries + 1, t), part);
     if (c.causal) {
+      int64_t first, last;
+      cut.of_queries(t, c, first, last);
+      work.begin_section(first, last);
+      if (c.fading > 0) scale = ends;
+      for (int64_t f = 0; f < c.features && c.fading > 0; ++f) {
+        ends[f] = static_cast<float>(work.at_end(f));
+        totals.multiply(f, Totals::factor(ends[f], work.at_end(f)));
+      }
       totals.write(work.kept(d.states, cut.queries + 1, t + 1), scale);
       const float* earlier = work.kept(c.states, cut.keys + 1, cut.lead + t).scale;
-      for (int64_t f = 0; f < c.features && work.exponential; ++f) totals.multiply(f, Totals::factor(earlier[f], scale[f]));
+      for (int64_t f = 0; f < c.features && work.scaled; ++f) totals.multiply(f, Totals::factor(earlier[f], scale[f]));
       scale = earlier;
     }
     for (int64_t f = 0; f < c.features && summed; ++f) {
@@ -887,7 +1002,7 @@ inline void scan_gradients(const FeaturesCall& c, const FeaturesGradients& d, co
   totals.write(work.kept(d.states, cut.queries + 1, 0), scale);
   if (d.first.kv == nullptr) return;
   const float* earliest = work.kept(c.states, cut.keys + 1, 0).scale;
-  for (int64_t f = 0; f < c.features && work.exponential; ++f) {
+  for (int64_t f = 0; f < c.features && work.random; ++f) {
     double factor;
     binary(c.first.log_scale[(batch * c.heads + head) * c.features + f], factor);
     totals.multiply(f, factor * Totals::factor(earliest[f], scale[f]));
@@ -910,17 +1025,10 @@ inline void lead_gradients(const FeaturesCall& c, const FeaturesGradients& d, co
   const int64_t slots = cut.queries + cut.keys;
   for (int64_t j = first; j < end; j += most) {
     const int64_t n = end - j < most ? end - j : most;
-    if (work.exponential) {
-      work.logarithms(c.k, j, n, true, keys);
-      for (int64_t i = 0; i < n; ++i) work.exponentials(keys + i * line, i, later.scale);
-    } else {
-      work.elementwise(c.k, j, n, true, keys);
-    }
+    work.keys_over(j, n, later.scale, keys);
     const float* v = work.values(j, n, distance);
     panel_product(n, c.features, c.values, v, distance, 1, turned, value_row * PANEL, d_features, line, false);
-    for (int64_t r = 0; r < n; ++r)
-      for (int64_t e = 0; e < work.columns; e += W)
-        store(d_features + r * line + e, load(d_features + r * line + e) + load(later.z + e));
+    work.add_to_rows(later.z, nullptr, n, d_features);
     panel_product(n, c.values, c.features, keys, line, 1, later.kv, line * PANEL, d_values, value_row, false);
     work.write_values(d.dv, j, n, d_values);
     work.write_gradients(c.k, j, n, true, keys, d_features, d.dk, work.rows_of(d.d_key_rows, cut.keys, section),
@@ -941,38 +1049,36 @@ inline void section_gradients(const FeaturesCall& c, const FeaturesGradients& d,
   float *d_features = m.d_features.floats(STEP * line), *d_values = m.d_values.floats(STEP * value_row),
         *turned = m.turned.floats(line * value_row), *panel = m.panel.floats(PANEL * line),
         *value_panel = m.value_panel.floats(PANEL * value_row);
-  float* scales = m.scales.floats((work.exponential ? SECTION : 1) * line);
+  float* scales = m.scales.floats((work.scaled ? SECTION : 1) * line);
   std::memset(scales, 0, static_cast<size_t>(line) * 4);
   const FeatureSums before = work.kept(c.states, cut.keys + 1, cut.lead + section);
   float* tops = c.denominators + (c.batch * c.heads + batch * c.heads + head) * c.length;
   turn_panels(before.kv, line, value_row, turned);
   std::memcpy(work.sums.z, before.z, static_cast<size_t>(2 * line) * 4);  // and scales
-  if (work.exponential) std::memcpy(work.top, before.scale, static_cast<size_t>(line) * 4);
+  if (work.scaled) std::memcpy(work.top, before.scale, static_cast<size_t>(line) * 4);
   int64_t first, end, distance;
   cut.of_queries(section, c, first, end);
+  work.begin_section(first, end);
   const int64_t slots = cut.queries + cut.keys, key_section = cut.lead + section;
   m.steps.clear();
   for (int64_t i = first; i < end;) {
     const int64_t at = i - first;
     float *Q = queries + at * line, *K = keys + at * line, *g = grad + at * value_row, *dP = d_pairs + at * STEP;
-    float* scale = scales + (work.exponential ? static_cast<int64_t>(m.steps.size()) * line : 0);
+    float* scale = scales + (work.scaled ? static_cast<int64_t>(m.steps.size()) * line : 0);
     const int64_t n = work.keys_of_step(i + cut.lead_keys, end - i < STEP ? end - i : STEP, K, scale);
-    if (work.exponential) work.rescale_turned(scale, turned);
+    if (work.scaled) work.rescale_turned(scale, turned);
     work.queries(i, n, scale, tops, true, Q);
     work.quotients(d, i, n, g, d_denominators + at);
     panel_product(n, c.features, c.values, g, value_row, 1, turned, value_row * PANEL, d_features, line, false);
     const float* v = work.values(i + cut.lead_keys, n, distance);
     work.triangle(g, value_row, v, distance, c.values, n, value_panel, dP);
-    for (int64_t r = 0; r < n; ++r) {
-      const float weight = d_denominators[at + r];
-      for (int64_t e = 0; e < work.columns; e += W)
-        store(d_features + r * line + e, load(d_features + r * line + e) + load(work.sums.z + e) * weight);
+    work.add_to_rows(work.sums.z, d_denominators + at, n, d_features);
+    for (int64_t r = 0; r < n; ++r)
       for (int64_t j = 0; j < STEP; j += W)
-        store(dP + r * STEP + j, columns_up_to(load(dP + r * STEP + j) + weight, r - j));
-    }
+        store(dP + r * STEP + j, columns_up_to(load(dP + r * STEP + j) + d_denominators[at + r], r - j));
     work.add_triangle(dP, K, line, c.features, n, d_features, line);
     work.write_gradients(c.q, i, n, false, Q, d_features, d.dq, work.rows_of(d.d_query_rows, cut.queries, section),
-                         work.bias_of(d.d_bias, slots, section));
+                         work.bias_of(d.d_bias, slots, section), d.d_decay, scale);
     if (i + n < end) {
       add_to_panels(c.values, c.features, n, v, 1, distance, K, line, turned, value_row * PANEL);
       work.add_rows(K, n, work.sums.z);
@@ -981,18 +1087,16 @@ inline void section_gradients(const FeaturesCall& c, const FeaturesGradients& d,
     i += n;
   }
   work.copy(work.kept(d.states, cut.queries + 1, section + 1), work.sums);
-  if (work.exponential && section == cut.queries - 1 && d.last.kv == nullptr)  // nobody reads the sums after these keys,
+  if (work.scaled && section == cut.queries - 1 && d.last.kv == nullptr)  // nobody reads the sums after these keys,
     std::memcpy(work.sums.scale, scales + (m.steps.size() - 1) * line, static_cast<size_t>(line) * 4);  // nor made them
   for (int64_t step = static_cast<int64_t>(m.steps.size()) - 1, stop = end; step >= 0; --step) {
     const int64_t i = m.steps[step], n = stop - i, at = i - first;
     const float *Q = queries + at * line, *K = keys + at * line, *g = grad + at * value_row, *dP = d_pairs + at * STEP;
-    if (work.exponential) work.rescale(scales + step * line, true);
+    if (work.scaled) work.rescale(scales + step * line, true);
     turn_panels(work.sums.kv, line, value_row, turned);
     const float* v = work.values(i + cut.lead_keys, n, distance);
     panel_product(n, c.features, c.values, v, distance, 1, turned, value_row * PANEL, d_features, line, false);
-    for (int64_t r = 0; r < n; ++r)
-      for (int64_t e = 0; e < work.columns; e += W)
-        store(d_features + r * line + e, load(d_features + r * line + e) + load(work.sums.z + e));
+    work.add_to_rows(work.sums.z, nullptr, n, d_features);
     product(n, whole(c.features, W), n, dP, 1, STEP, Q, line, d_features, line, true);
     work.triangle(Q, line, K, line, c.features, n, panel, pairs);
     for (int64_t r = 0; r < n; ++r)
@@ -1001,7 +1105,8 @@ inline void section_gradients(const FeaturesCall& c, const FeaturesGradients& d,
     product(n, whole(c.values, W), n, pairs, 1, STEP, g, value_row, d_values, value_row, true);
     work.write_values(d.dv, i + cut.lead_keys, n, d_values);
     work.write_gradients(c.k, i + cut.lead_keys, n, true, K, d_features, d.dk,
-                         work.rows_of(d.d_key_rows, cut.keys, key_section), work.bias_of(d.d_bias, slots, cut.queries + key_section));
+                         work.rows_of(d.d_key_rows, cut.keys, key_section), work.bias_of(d.d_bias, slots, cut.queries + key_section), d.d_decay,
+                         scales + (work.scaled ? step * line : 0));
     if (i > first) {
       add_to_panels(c.features, c.values, n, Q, 1, line, g, value_row, work.sums.kv, line * PANEL);
       work.add_weighted_rows(Q, d_denominators + at, n, work.sums.z);
@@ -1012,43 +1117,25 @@ inline void section_gradients(const FeaturesCall& c, const FeaturesGradients& d,
 
 inline void features_backward(const FeaturesCall& c, const FeaturesGradients& d, const Pool& pool) {
   const Sections cut(c);
-  const int64_t heads = c.batch * c.heads;
   const bool all_summed = !c.causal || cut.lead > 0 || d.first.kv != nullptr;
-  const int64_t skipped = all_summed ? 0 : 1, summed = cut.queries - skipped, last = c.causal ? cut.queries : 0;
-  const auto of_head = [&](int64_t item, int64_t& batch, int64_t& head) { batch = item % c.batch, head = item / c.batch; };
-  const auto keys_of = [&](int64_t batch, int64_t head, int64_t item) {
-    if (item < cut.lead)
-      lead_gradients(c, d, cut, batch, head, item);
+  const int64_t skipped = all_summed ? 0 : 1, summed = cut.queries - skipped, parts = cut.lead + (c.causal ? cut.queries : 0);
+  const auto sum = [&](int64_t batch, int64_t head, int64_t s) { sum_gradients(c, d, cut, batch, head, s + skipped); };
+  const auto scan = [&](int64_t batch, int64_t head, int64_t) { scan_gradients(c, d, cut, batch, head, all_summed); };
+  const auto keys_of = [&](int64_t batch, int64_t head, int64_t s) {
+    if (s < cut.lead)
+      lead_gradients(c, d, cut, batch, head, s);
     else
-      section_gradients(c, d, cut, batch, head, item - cut.lead);
+      section_gradients(c, d, cut, batch, head, s - cut.lead);
   };
-  if (one_item_a_head(c, cut)) {
-    parallel_items(pool, heads, [&](int64_t item) {
-      int64_t batch, head;
-      of_head(item, batch, head);
-      for (int64_t s = skipped; s < cut.queries; ++s) sum_gradients(c, d, cut, batch, head, s);
-      scan_gradients(c, d, cut, batch, head, all_summed);
-      for (int64_t s = 0; s < cut.lead + last; ++s) keys_of(batch, head, s);
+  if (one_item_a_head(c, cut))
+    return of_heads(c, pool, 1, [&](int64_t batch, int64_t head, int64_t) {
+      for (int64_t s = 0; s < summed; ++s) sum(batch, head, s);
+      scan(batch, head, 0);
+      for (int64_t s = 0; s < parts; ++s) keys_of(batch, head, s);
     });
-    return;
-  }
-  if (summed > 0)
-    parallel_items(pool, heads * summed, [&](int64_t item) {
-      int64_t batch, head;
-      of_head(item / summed, batch, head);
-      sum_gradients(c, d, cut, batch, head, item % summed + skipped);
-    });
-  parallel_items(pool, heads, [&](int64_t item) {
-    int64_t batch, head;
-    of_head(item, batch, head);
-    scan_gradients(c, d, cut, batch, head, all_summed);
-  });
-  const int64_t parts = cut.lead + last;
-  parallel_items(pool, heads * parts, [&](int64_t item) {
-    int64_t batch, head;
-    of_head(item / parts, batch, head);
-    keys_of(batch, head, item % parts);
-  });
+  if (summed > 0) of_heads(c, pool, summed, sum);
+  of_heads(c, pool, 1, scan);
+  of_heads(c, pool, parts, keys_of);
 }
 
 }  // namespace FAST_ATTENTION_NAMESPACE

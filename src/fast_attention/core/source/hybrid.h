@@ -273,9 +273,7 @@ class HybridWork {
           w.add_weighted_rows(queries, inner + AT_ONCE, n, into.z);
         }
         panel_product(n, f.features, f.values, weighted, value_row, 1, turned, value_row * PANEL, d_features, w.line, false);
-        for (int64_t r = 0; r < n; ++r)
-          for (int64_t e = 0; e < w.columns; e += W)
-            store(d_features + r * w.line + e, load(d_features + r * w.line + e) + load(x.z + e) * inner[AT_ONCE + r]);
+        w.add_to_rows(x.z, inner + AT_ONCE, n, d_features);
         w.write_gradients(f.q, i, n, false, queries, d_features, d.far.dq, w.rows_of(d.far.d_query_rows, cut.sections(), section),
                           d_bias);
         for (int64_t r = 0; r < n; ++r) end_gradients(d, i + r, gradients + r * value_row, inner[r], d_ends);
@@ -314,17 +312,10 @@ class HybridWork {
       for (int64_t e = 0; e < w.line; ++e) inverse[e] = -x.scale[e];
       for (int64_t j = first; j < end; j += AT_ONCE) {
         const int64_t n = end - j < AT_ONCE ? end - j : AT_ONCE;
-        if (w.exponential) {
-          w.logarithms(f.k, j, n, true, keys);
-          for (int64_t r = 0; r < n; ++r) w.exponentials(keys + r * w.line, r, inverse);
-        } else {
-          w.elementwise(f.k, j, n, true, keys);
-        }
+        w.keys_over(j, n, inverse, keys);
         const float* values = w.values(j, n, distance);
         panel_product(n, f.features, f.values, values, distance, 1, turned, value_row * PANEL, d_features, w.line, false);
-        for (int64_t r = 0; r < n; ++r)
-          for (int64_t e = 0; e < w.columns; e += W)
-            store(d_features + r * w.line + e, load(d_features + r * w.line + e) + load(x.z + e));
+        w.add_to_rows(x.z, nullptr, n, d_features);
         panel_product(n, f.values, f.features, keys, w.line, 1, x.kv, w.line * PANEL, d_values, value_row, false);
         w.write_values(d.far.dv, j, n, d_values);
         w.write_gradients(f.k, j, n, true, keys, d_features, d.far.dk, w.rows_of(d.far.d_key_rows, back.sections(), section),

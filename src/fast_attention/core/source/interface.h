@@ -60,8 +60,9 @@ struct TilesGradients {
   bool part;  // normalisers and outputs are of more keys than the tiles': gradients are added to those of the others
 };
 
-// How tokens become features: number by number, or 2^(rows of a matrix times the token).
-enum Map : int32_t { ELU_PLUS_ONE = 0, RELU = 1, IDENTITY = 2, EXPONENTIAL = 3 };
+// How tokens become features: number by number, 2^(rows of a matrix times the token), or cosines and sines of these
+// products, times e^(half of the token's square).
+enum Map : int32_t { ELU_PLUS_ONE = 0, RELU = 1, IDENTITY = 2, EXPONENTIAL = 3, TRIGONOMETRIC = 4 };
 
 // Sums over keys, (batch, heads, features, values) and (batch, heads, features), over e^log_scale of each feature.
 struct States {
@@ -72,18 +73,21 @@ struct FeaturesCall {
   Tokens q, k, v, out;
   float* denominators;  // ([1 or 2], batch, heads, length): then the logarithms of the queries' largest terms
   float* states;        // (batch, heads, sections of keys + 1, state_numbers): the sums before each, and after all
-  int64_t batch, heads, length, keys, width, features, values;
+  int64_t batch, heads, length, keys, width, rows, features, values;
   const uint8_t* key_mask;
   int64_t mask_batch, mask_head;
   Map map;
   float offset, eps;  // offset: what RELU adds
   bool causal;        // as many keys at least as queries, which are the last of them
-  Tokens query_rows, key_rows;  // (batch, heads, features, width)
+  Tokens query_rows, key_rows;  // (batch, heads, rows, width)
+  Tokens decay;                 // (batch, heads, keys, fading): e^it is what a token leaves of the sums before it
+  int64_t fading;               // 0: nothing decays, 1: all features alike, else as many as there are features
   const float* bias;            // (batch, heads, features), added to exponents; nullptr: nothing
   int64_t bias_batch, bias_head;
   States first, last;  // before the first key, after the last; null pointers where not given, not wanted
   int64_t number;      // of the call
   bool normed;         // features of queries have the factor of their lengths, which normalisers of their own cancel
+  bool normalized;     // outputs are numerators over denominators, not numerators
 };
 
 struct FeaturesGradients {
@@ -92,6 +96,7 @@ struct FeaturesGradients {
   States last, first;                  // gradients of the call's
   float *d_query_rows, *d_key_rows;    // (batch, heads, sections of queries or keys, features, rows of whole vectors)
   float* d_bias;                       // (batch, heads, both sections, features)
+  float* d_decay;                      // as decays, zeros at first: of the sum of a token's decays and those before it
 };
 
 constexpr int64_t SECTION = 256;  // tokens of one item of work

@@ -182,20 +182,21 @@ States states_of(const MaybeTensor& kv, const MaybeTensor& z, const MaybeTensor&
 FeaturesCall features_call(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
                            const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
                            const MaybeTensor& first_kv, const MaybeTensor& first_z, const MaybeTensor& first_scale,
-                           int64_t map, double offset, double eps, bool causal, const Tensor& out,
-                           const Tensor& denominators, const MaybeTensor& states, int64_t slots = 0) {
+                           const MaybeTensor& decay, int64_t map, double offset, double eps, bool normalized, bool causal,
+                           const Tensor& out, const Tensor& denominators, const MaybeTensor& states, int64_t slots = 0) {
   static std::atomic<int64_t> calls{0};
   FeaturesCall c{};
   c.number = ++calls;
   c.q = tokens(q), c.k = tokens(k), c.v = tokens(v), c.out = tokens(out);
   c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3);
   c.keys = k.size(2), c.values = v.size(3), c.features = c.width;
+  c.normalized = normalized;
   c.map = static_cast<Map>(map), c.offset = static_cast<float>(offset), c.eps = static_cast<float>(eps), c.causal = causal;
   for (const Tensor* x : {&k, &v, &out})
     STD_TORCH_CHECK(x->size(0) == c.batch && x->size(1) == c.heads, "heads do not fit");
   STD_TORCH_CHECK(k.size(3) == c.width && v.size(2) == c.keys, "keys and values do not fit");
   STD_TORCH_CHECK(out.size(2) == c.length && out.size(3) == c.values, "the output does not fit");
-  STD_TORCH_CHECK(map >= ELU_PLUS_ONE && map <= EXPONENTIAL && (!causal || c.keys >= c.length), "such a call is not served");
+  STD_TORCH_CHECK(map >= ELU_PLUS_ONE && map <= TRIGONOMETRIC && (!causal || c.keys >= c.length), "such a call is not served");
   if (key_mask) {
     STD_TORCH_CHECK(key_mask->dim() == 3 && key_mask->size(0) == c.batch && key_mask->size(1) == c.heads &&
                         key_mask->size(2) == c.keys && (key_mask->stride(2) == 1 || c.keys <= 1),
@@ -204,14 +205,22 @@ FeaturesCall features_call(const Tensor& q, const Tensor& k, const Tensor& v, co
     c.mask_batch = key_mask->stride(0), c.mask_head = key_mask->stride(1);
   }
   const bool exponential = map == EXPONENTIAL;
-  if (exponential) {
-    STD_TORCH_CHECK(query_rows && key_rows, "exponentials need rows");
-    c.query_rows = tokens(*query_rows), c.key_rows = tokens(*key_rows), c.features = query_rows->size(2);
+  if (decay) {
+    c.decay = tokens(*decay), c.fading = decay->size(3);
+    STD_TORCH_CHECK(decay->size(0) == c.batch && decay->size(1) == c.heads && decay->size(2) == c.keys &&
+                        (c.fading == 1 || c.fading == c.features) && c.decay.kind == FLOAT32 && map < EXPONENTIAL &&
+                        causal && c.keys == c.length,
+                    "the decays do not fit");
+  }
+  if (map >= EXPONENTIAL) {
+    STD_TORCH_CHECK(query_rows && key_rows, "random features need rows");
+    c.query_rows = tokens(*query_rows), c.key_rows = tokens(*key_rows), c.rows = query_rows->size(2);
+    c.features = exponential ? c.rows : 2 * c.rows;
     for (const Tensor* x : {&*query_rows, &*key_rows})
-      STD_TORCH_CHECK(x->size(0) == c.batch && x->size(1) == c.heads && x->size(2) == c.features && x->size(3) == c.width &&
+      STD_TORCH_CHECK(x->size(0) == c.batch && x->size(1) == c.heads && x->size(2) == c.rows && x->size(3) == c.width &&
                           x->scalar_type() == ScalarType::Float,
                       "rows do not fit");
-    if (bias) {
+    if (bias && exponential) {
       STD_TORCH_CHECK(bias->dim() == 3 && bias->size(0) == c.batch && bias->size(1) == c.heads &&
                           bias->size(2) == c.features && (bias->stride(2) == 1 || c.features == 1) &&
                           bias->scalar_type() == ScalarType::Float,
@@ -223,25 +232,26 @@ FeaturesCall features_call(const Tensor& q, const Tensor& k, const Tensor& v, co
   const int64_t lead = causal ? c.keys - c.length : c.keys;
   if (slots == 0) slots = section_count(lead) + (causal ? section_count(c.length) : 0) + 1;
   STD_TORCH_CHECK((!states || states->numel() == c.batch * c.heads * slots * state_numbers(c.features, c.values)) &&
-                      denominators.numel() == (exponential ? 2 : 1) * c.batch * c.heads * c.length,
+                      denominators.numel() == (map < EXPONENTIAL ? 1 : 2) * c.batch * c.heads * c.length,
                   "the memory of sums does not fit");
   c.denominators = numbers_of<float>(denominators);
   if (states) c.states = numbers_of<float>(*states);
   c.first = states_of(first_kv, first_z, first_scale, c);
-  STD_TORCH_CHECK(!c.first.kv || !exponential || c.first.log_scale, "a state of exponentials has scales");
+  STD_TORCH_CHECK(!c.first.kv || map < EXPONENTIAL || c.first.log_scale, "a state of random features has scales");
   return c;
 }
 
 bool features_forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
                       const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
-                      const MaybeTensor& first_kv, const MaybeTensor& first_z, const MaybeTensor& first_scale, int64_t map,
-                      double offset, double eps, bool causal, const Tensor& out, const Tensor& denominators,
+                      const MaybeTensor& first_kv, const MaybeTensor& first_z, const MaybeTensor& first_scale,
+                      const MaybeTensor& decay, int64_t map, double offset, double eps, bool normalized, bool causal,
+                      const Tensor& out, const Tensor& denominators,
                       const Tensor& states, const MaybeTensor& last_kv, const MaybeTensor& last_z,
                       const MaybeTensor& last_scale) {
-  FeaturesCall c = features_call(q, k, v, key_mask, query_rows, key_rows, bias, first_kv, first_z, first_scale, map, offset,
-                                 eps, causal, out, denominators, states);
+  FeaturesCall c = features_call(q, k, v, key_mask, query_rows, key_rows, bias, first_kv, first_z, first_scale, decay, map,
+                                 offset, eps, normalized, causal, out, denominators, states);
   c.last = states_of(last_kv, last_z, last_scale, c);
-  STD_TORCH_CHECK(!c.last.kv || map != EXPONENTIAL || c.last.log_scale, "a state of exponentials has scales");
+  STD_TORCH_CHECK(!c.last.kv || map < EXPONENTIAL || c.last.log_scale, "a state of random features has scales");
   return kernels->features_forward(c, pool());
 }
 
@@ -252,7 +262,7 @@ FeaturesGradients features_gradients(const FeaturesCall& c, const Tensor& grad_o
                                      const MaybeTensor& d_bias) {
   FeaturesGradients d{};
   d.grad_out = tokens(grad_out), d.dq = tokens(dq), d.dk = tokens(dk), d.dv = tokens(dv);
-  const int64_t heads = c.batch * c.heads, rows = c.features * ((c.width + 31) / 32 * 32);
+  const int64_t heads = c.batch * c.heads, rows = c.rows * ((c.width + 31) / 32 * 32);
   STD_TORCH_CHECK(!d_states || d_states->numel() == heads * slots * state_numbers(c.features, c.values),
                   "the memory of gradients does not fit");
   if (d_states) d.states = numbers_of<float>(*d_states);
@@ -274,18 +284,24 @@ FeaturesGradients features_gradients(const FeaturesCall& c, const Tensor& grad_o
 
 void features_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
                        const MaybeTensor& query_rows, const MaybeTensor& key_rows, const MaybeTensor& bias,
-                       const MaybeTensor& first_kv, const MaybeTensor& first_z, const MaybeTensor& first_scale, int64_t map,
-                       double offset, double eps, bool causal, const Tensor& out, const Tensor& denominators,
+                       const MaybeTensor& first_kv, const MaybeTensor& first_z, const MaybeTensor& first_scale,
+                       const MaybeTensor& decay, int64_t map, double offset, double eps, bool normalized, bool causal,
+                      const Tensor& out, const Tensor& denominators,
                        const Tensor& states, const Tensor& grad_out, const MaybeTensor& d_last_kv,
                        const MaybeTensor& d_last_z, const Tensor& dq, const Tensor& dk, const Tensor& dv,
                        const Tensor& d_states, const MaybeTensor& d_first_kv, const MaybeTensor& d_first_z,
-                       const MaybeTensor& d_query_rows, const MaybeTensor& d_key_rows, const MaybeTensor& d_bias) {
-  const FeaturesCall c = features_call(q, k, v, key_mask, query_rows, key_rows, bias, first_kv, first_z, first_scale, map,
-                                       offset, eps, causal, out, denominators, states);
+                       const MaybeTensor& d_query_rows, const MaybeTensor& d_key_rows, const MaybeTensor& d_bias,
+                       const MaybeTensor& d_decay) {
+  const FeaturesCall c = features_call(q, k, v, key_mask, query_rows, key_rows, bias, first_kv, first_z, first_scale, decay, map,
+                                       offset, eps, normalized, causal, out, denominators, states);
   const int64_t lead = section_count(causal ? c.keys - c.length : c.keys), queries = section_count(c.length);
   FeaturesGradients d = features_gradients(c, grad_out, dq, dk, dv, d_states, queries + 1, queries,
                                            lead + (causal ? queries : 0), d_query_rows, d_key_rows, d_bias);
   d.last = states_of(d_last_kv, d_last_z, {}, c), d.first = states_of(d_first_kv, d_first_z, {}, c);
+  if (c.fading > 0) {
+    STD_TORCH_CHECK(d_decay && d_decay->numel() == c.batch * c.heads * c.keys * c.fading, "gradients of decays do not fit");
+    d.d_decay = numbers_of<float>(*d_decay);
+  }
   STD_TORCH_CHECK(!d.first.kv || c.first.kv, "only a state that was given has a gradient");
   kernels->features_backward(c, d, pool());
 }
@@ -304,7 +320,7 @@ HybridCall hybrid_call(const Tensor& q, const Tensor& k, const Tensor& v, const 
   STD_TORCH_CHECK(c.near.keys >= 1 && c.near.length >= 1 && (!c.causal || c.near.keys >= c.near.length) &&
                       c.near.heads == c.near.groups && c.near.out.kind == FLOAT32,
                   "such a call is not served");
-  c.far = features_call(q, k, v, others, query_rows, key_rows, bias, {}, {}, {}, place[4], offset, 0.0, false, out,
+  c.far = features_call(q, k, v, others, query_rows, key_rows, bias, {}, {}, {}, {}, place[4], offset, 0.0, true, false, out,
                         weights, states, c.of_queries().slots());
   c.far.normed = true;
   STD_TORCH_CHECK(ends.dim() == 3 && ends.size(0) == c.near.batch && ends.size(1) == c.near.heads &&
@@ -430,13 +446,14 @@ STABLE_TORCH_LIBRARY(fast_attention_core, m) {
 #undef TILES
 #define FEATURES                                                                                                 \
   "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? query_rows, Tensor? key_rows, Tensor? bias, "            \
-  "Tensor? first_kv, Tensor? first_z, Tensor? first_scale, int map, float offset, float eps, bool causal, "
+  "Tensor? first_kv, Tensor? first_z, Tensor? first_scale, Tensor? decay, int map, float offset, float eps, "          \
+  "bool normalized, bool causal, "
   m.def("features_forward(" FEATURES "Tensor(a!) out, Tensor(b!) denominators, Tensor(c!) states, "
         "Tensor(d!)? last_kv, Tensor(e!)? last_z, Tensor(f!)? last_scale) -> bool");
   m.def("features_backward(" FEATURES "Tensor out, Tensor denominators, Tensor states, Tensor grad_out, "
         "Tensor? d_last_kv, Tensor? d_last_z, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) d_states, "
         "Tensor(e!)? d_first_kv, Tensor(f!)? d_first_z, Tensor(g!)? d_query_rows, Tensor(h!)? d_key_rows, "
-        "Tensor(i!)? d_bias) -> ()");
+        "Tensor(i!)? d_bias, Tensor(j!)? d_decay) -> ()");
 #undef FEATURES
 #define HYBRID                                                                                                   \
   "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor others, Tensor ends, Tensor? numbers, Tensor? sinks, Tensor tiles, "      \

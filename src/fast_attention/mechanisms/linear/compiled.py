@@ -1,7 +1,7 @@
 """Attention by features in the compiled core: one call there, one back (``core/source/features.h``).
 
-Maps that take every number by itself, and exponentials of random features, are computed inside; features of any other
-map are made before, and taken as they are.
+Maps that take every number by itself and random features are computed inside; features of any other map are made
+before, and taken as they are.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 SECTION = 256  # tokens of one item of work
 PATH = "compiled core, sums over sections"
 NUMBERS = {EluPlusOne: 0, Relu: 1, Identity: 2}  # of maps inside, as ``gpu.maps`` has them
-EXPONENTIAL = 3
-Arguments = tuple[Tensor | None, ...]  # q, k, v, key mask; rows of queries and of keys, bias; a state's three tensors
+EXPONENTIAL, TRIGONOMETRIC = 3, 4
+# q, k, v, key mask; rows of queries and of keys, bias; a state's three tensors; logarithms of decays (..., L, 1 or C)
+Arguments = tuple[Tensor | None, ...]
 
 
 def code(phi: FeatureMap) -> dict[str, Any]:
@@ -69,9 +70,11 @@ def _heads(x: Tensor, axes: int = 4) -> Tensor:
     return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
 
 
-def _call(arguments: Arguments, number: int, offset: float, eps: float, is_causal: bool) -> list[Any]:
+def _call(
+    arguments: Arguments, number: int, offset: float, eps: float, normalize: bool, is_causal: bool
+) -> list[Any]:  # fmt: skip
     """Arguments that both passes are given."""
-    q, k, v, key_mask, rows, key_rows, bias, kv, z, log_scale = arguments
+    q, k, v, key_mask, rows, key_rows, bias, kv, z, log_scale, decay = arguments
     assert q is not None
     assert k is not None
     assert v is not None
@@ -79,8 +82,10 @@ def _call(arguments: Arguments, number: int, offset: float, eps: float, is_causa
     lead = q.shape[:-2]
     weights = [None if x is None else _heads(x.expand(*lead, *x.shape[-2:])) for x in (rows, key_rows, bias)]
     weights[2] = None if weights[2] is None else weights[2][..., 0, :]
-    state = [None if x is None else x.contiguous() for x in (kv, z, log_scale if number == EXPONENTIAL else None)]
-    return [_heads(q), _heads(k), _heads(v), mask, *weights, *state, number, offset, eps, is_causal]
+    scales = log_scale.expand_as(z) if log_scale is not None and z is not None and number >= EXPONENTIAL else None
+    state = [None if x is None else x.contiguous() for x in (kv, z, scales)]
+    decay = None if decay is None else _heads(decay.expand(*lead, *decay.shape[-2:]))
+    return [_heads(q), _heads(k), _heads(v), mask, *weights, *state, decay, number, offset, eps, normalize, is_causal]
 
 
 def _sections(tokens: int) -> int:
@@ -95,41 +100,44 @@ def _memory(x: Tensor, lead: int, sections: int, features: int, values: int) -> 
 
 def _sizes(call: list[Any]) -> tuple[int, int, int, int]:
     """Heads of all sequences, sections of queries, sections of keys, and features."""
-    (q, k), rows, is_causal = call[:2], call[4], call[13]
+    (q, k), rows, number, is_causal = call[:2], call[4], call[11], call[-1]
     queries = _sections(q.shape[2])
     keys = _sections(k.shape[2] - q.shape[2]) + queries if is_causal else _sections(k.shape[2])
-    return q.shape[0] * q.shape[1], queries, keys, q.shape[3] if rows is None else rows.shape[2]
+    features = q.shape[3] if rows is None else rows.shape[2] * (2 if number == TRIGONOMETRIC else 1)
+    return q.shape[0] * q.shape[1], queries, keys, features
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, keep: bool, number: int, offset: float, eps: float,
-    is_causal: bool, advances: bool = False,
+    is_causal: bool, normalize: bool = True, advances: bool = False,
 ) -> tuple[Any, tuple[Tensor, ...]]:  # fmt: skip
     """Outputs; with ``advances`` the state after the call too: kv (..., C, Ev), k (..., C) and log scales, (..., C) of
     exponentials and (..., 1) else.
 
-    Causal queries are the last of the sequence, and those before it see nothing.
+    Causal queries are the last of the sequence, and those before it see nothing. Without ``normalize`` outputs are
+    numerators.
 
     Raises:
         Unserved: Not all outputs are finite.
     """
     front = _front(q, k, is_causal)
-    call = _call(_all(q[..., front:, :], k, v, *others), number, offset, eps, is_causal)
+    call = _call(_all(q[..., front:, :], k, v, *others), number, offset, eps, normalize, is_causal)
     lead, _, keys, features = _sizes(call)
     # the gradient of a denominator would lose its digits with an output in 16 bits
     out = q.new_empty((*call[0].shape[:-1], v.shape[-1]), dtype=torch.float32 if keep else q.dtype)
-    planes = 2 if number == EXPONENTIAL else 1
+    planes = 2 if number >= EXPONENTIAL else 1
     denominators = q.new_empty(planes * lead * (q.shape[-2] - front), dtype=torch.float32)
     states, last = _memory(q, lead, keys, features, v.shape[-1]), []
     if advances:
         shape = (*q.shape[:-2], features)
         last = [out.new_empty(*each, dtype=torch.float32) for each in ((*shape, v.shape[-1]), shape)]
-        last.append(torch.empty_like(last[1]) if number == EXPONENTIAL else torch.zeros_like(last[1][..., :1]))
-    written = (*last[: 3 if number == EXPONENTIAL else 2], None, None, None)[:3]
+        last.append(torch.empty_like(last[1]) if number >= EXPONENTIAL else torch.zeros_like(last[1][..., :1]))
+    written = (*last[: 3 if number >= EXPONENTIAL else 2], None, None, None)[:3]
     finite = torch.ops.fast_attention_core.features_forward(*call, out, denominators, states, *written)
-    if not finite:
-        scale = "" if number == EXPONENTIAL else " in one scale"
-        raise Unserved(f"outputs that are not finite{scale}")
+    if number == TRIGONOMETRIC and advances:
+        last[2] = last[2][..., :1]
+    if not finite and number < EXPONENTIAL:  # random features have scales already
+        raise Unserved("outputs that are not finite in one scale")
     outputs = out.to(q.dtype).view(*q.shape[:-2], q.shape[-2] - front, v.shape[-1])
     outputs = F.pad(outputs, (0, 0, front, 0)) if front else outputs
     return ((outputs, *last) if advances else outputs), ((out, denominators, states) if keep else ())
@@ -137,14 +145,15 @@ def forward(
 
 def backward(
     given: Arguments, outputs: Any, kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, number: int,
-    offset: float, eps: float, is_causal: bool, advances: bool = False, learned: tuple[bool, ...] | None = None,
+    offset: float, eps: float, is_causal: bool, normalize: bool = True, advances: bool = False,
+    learned: tuple[bool, ...] | None = None,
 ) -> Arguments:  # fmt: skip
     """Gradients; ``learned``: whether rows of queries, rows of keys and bias want one, where they do not say it."""
     whole = given[0]
     assert whole is not None
     front = _front(whole, given[1], is_causal)
     inputs = _all(whole[..., front:, :], *given[1:])
-    call = _call(inputs, number, offset, eps, is_causal)
+    call = _call(inputs, number, offset, eps, normalize, is_causal)
     lead, queries, keys, features = _sizes(call)
     (q, k, v), weights = call[:3], inputs[4:7]
     d_state: list[Tensor | None] = [x.contiguous() for x in gradients[1:3]] if advances else [None, None]
@@ -153,15 +162,19 @@ def backward(
     d_first = [None if x is None else x.new_empty(x.shape) for x in inputs[7:9]]
     wanted = learned or [x is not None and x.requires_grad for x in weights]
     width, padded = -(-q.shape[3] // 32) * 32, -(-features // 32) * 32
-    places = [(queries, features, width), (keys, features, width), (queries + keys, padded)]
+    rows, decay = 0 if call[4] is None else call[4].shape[2], call[10]
+    places = [(queries, rows, width), (keys, rows, width), (queries + keys, padded)]
     parts = [
         q.new_zeros(*q.shape[:2], *place, dtype=torch.float32) if want else None
         for want, place in zip(wanted, places, strict=True)
     ]
+    d_decay = None if decay is None else torch.zeros_like(decay)
     torch.ops.fast_attention_core.features_backward(
         *call, *kept, _heads(gradients[0][..., front:, :]), *d_state, *grads,
-        _memory(q, lead, queries, features, v.shape[-1]), *d_first, *parts,
+        _memory(q, lead, queries, features, v.shape[-1]), *d_first, *parts, d_decay,
     )  # fmt: skip
+    if d_decay is not None:
+        d_decay = _decays(d_decay, whole, given[10], outputs[1:3], d_state)
     d_weights: list[Tensor | None] = []
     for part, like in zip(parts, weights, strict=True):
         if part is None or like is None:
@@ -172,7 +185,17 @@ def backward(
         d_weights.append(total.sum_to_size(like.shape))
     dq, dk, dv = (x.view(like.shape) for x, like in zip(grads, inputs[:3], strict=True))  # type: ignore[union-attr]
     dq = F.pad(dq, (0, 0, front, 0)) if front else dq
-    return (dq, dk, dv, None, *d_weights, *d_first, None)[: len(given)]
+    return (dq, dk, dv, None, *d_weights, *d_first, None, d_decay)[: len(given)]
+
+
+def _decays(d_sums: Tensor, q: Tensor, like: Tensor | None, state: Any, d_state: list[Tensor | None]) -> Tensor:
+    """Gradients of decays from those of the sums of decays up to every token; the state decays with the last one."""
+    assert like is not None
+    total = d_sums.double().view(*q.shape[:-1], like.shape[-1])
+    if d_state[0] is not None and d_state[1] is not None:
+        by_feature = (d_state[0] * state[0]).sum(-1) + d_state[1] * state[1]
+        total[..., -1, :] += by_feature if like.shape[-1] > 1 else by_feature.sum(-1, keepdim=True)
+    return total.flip(-2).cumsum(-2).flip(-2).to(like.dtype).sum_to_size(like.shape)
 
 
 def _front(q: Tensor, k: Tensor | None, is_causal: bool) -> int:
@@ -181,4 +204,4 @@ def _front(q: Tensor, k: Tensor | None, is_causal: bool) -> int:
 
 
 def _all(*tensors: Tensor | None) -> Arguments:
-    return (*tensors, *[None] * (10 - len(tensors)))
+    return (*tensors, *[None] * (11 - len(tensors)))

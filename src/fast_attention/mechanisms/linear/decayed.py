@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention.engine.heads import by_head
-from fast_attention.engine.operation import Fast, Operation
+from fast_attention.engine.operation import Fast, Operation, Unserved
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import decayed_gpu, decayed_sums
+from fast_attention.mechanisms.linear import compiled, decayed_gpu, decayed_sums
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least, one_of
@@ -95,29 +97,108 @@ def decayed_linear_attention(
     return _attend(q, k, v, log_decay, key_mask, phi=feature_map, normalize=normalize, eps=eps, is_causal=is_causal)
 
 
-def decayed_sums_of(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, **settings: Any
-) -> Tensor:
-    """Outputs (..., L, Ev) in plain operations."""
-    return decayed_sums.attend(q, k, v, columns(log_decay, k), key_mask, **settings)
-
-
 def further_decayed(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *state: Any, **settings: Any
-) -> tuple[Tensor, ...]:
-    """Causal outputs of new tokens behind a state, and the four tensors of the state after them."""
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *state: Any, advances: bool,
+    **settings: Any,
+) -> Any:  # fmt: skip
+    """Causal outputs of tokens, and with ``advances`` the four tensors of the state after them."""
+    if not advances:
+        return decayed_sums.attend(q, k, v, columns(log_decay, k), key_mask, is_causal=True, **settings)
     before = DecayedState(*state) if state else None
     out, after = decayed_sums.streamed(q, k, v, columns(log_decay, k), key_mask, before, **settings)
     return out, *after
 
 
-_attend = Operation(
-    decayed_sums_of, cuda=Fast(decayed_gpu.attend, None, serves=decayed_gpu.serves, halves=True), compute=torch.float32
-)
+def both_ways(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, **settings: Any
+) -> Tensor:  # fmt: skip
+    """Outputs (..., L, Ev) over keys that decay on both sides of a query, in plain operations."""
+    return decayed_sums.attend(q, k, v, columns(log_decay, k), key_mask, is_causal=False, **settings)
+
+
+def _against(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *state: Tensor, phi: FeatureMap,
+    advances: bool = False, **settings: Any,
+) -> str:  # fmt: skip
+    """Why the core does not serve; empty where it does."""
+    if type(phi) not in compiled.NUMBERS:
+        return "features of another map"
+    if state and bool(state[2].any()):
+        return "large keys that need rescaling"
+    return (compiled.advances if advances else compiled.serves)(q, k, v, key_mask, log_decay, *state)
+
+
+def _given(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of a call as the compiled core takes them."""
+    q, k, v, log_decay, key_mask, *state = tensors
+    return q, k, v, key_mask, None, None, None, *(state[:2] or (None, None)), None, columns(log_decay, k).float()
+
+
+def _code(settings: dict[str, Any]) -> dict[str, Any]:
+    """The core's settings."""
+    return {**compiled.code(settings.pop("phi")), **settings, "eps": float(settings["eps"]), "is_causal": True}
+
+
+def forward(*tensors: Any, keep: bool, advances: bool, **settings: Any) -> Any:
+    """The core's outputs, and with ``advances`` the state after them."""
+    given = _given(tensors)
+    outputs, kept = compiled.forward(*given, keep=keep, advances=advances, **_code(settings))
+    if not advances:
+        return outputs, kept
+    steps = given[-1].expand(*given[0].shape[:-2], -1, -1)
+    steps = torch.cat([tensors[8][..., None, :], steps], -2) if len(tensors) > 5 else steps
+    return (*outputs, steps.sum(-2, dtype=torch.float64).to(outputs[1].dtype)), kept
+
+
+def backward(
+    inputs: Any, outputs: Any, kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, advances: bool,
+    **settings: Any,
+) -> Any:  # fmt: skip
+    """Gradients of tokens, decays and states."""
+    found = compiled.backward(_given(inputs), outputs, kept, gradients, advances=advances, **_code(settings))
+    log_decay, d_decay = inputs[3], found[10]
+    assert d_decay is not None
+    if advances:
+        d_decay = d_decay + gradients[4][..., None, :].sum_to_size(*d_decay.shape[:-2], 1, d_decay.shape[-1])
+    d_state = (*found[7:9], None, gradients[4]) if len(inputs) > 5 else ()
+    return *found[:3], d_decay.view(log_decay.shape).to(log_decay.dtype), None, *d_state
+
+
+def _by_core(*tensors: Any, **settings: Any) -> Tensor:
+    """``decayed_gpu.both_sides`` by the core.
+
+    Raises:
+        Unserved: Not all outputs are finite.
+    """
+    out = decayed_gpu.both_sides(*tensors, advance=partial(_further, advances=False), **settings)
+    if not bool(out.detach().sum().isfinite()):
+        raise Unserved("outputs that are not finite in one scale")
+    return out
+
+
 _further = Operation(
-    further_decayed, cuda=Fast(decayed_gpu.further, None, serves=decayed_gpu.advances, halves=True),
+    further_decayed,
+    cpu=Fast(
+        forward, backward, serves=_against, even=3, halves=True, path=compiled.PATH, why="sums that decay",
+        sizes=compiled.sizes,
+    ),
+    cuda=Fast(decayed_gpu.further, None, serves=decayed_gpu.advances, halves=True),
     compute=torch.float32,
+    path="blocks side by side",
+    sizes=lambda *tensors, **settings: {"block": decayed_sums.BLOCK},
 )  # fmt: skip
+_both_ways = Operation(
+    both_ways,
+    cpu=Fast(_by_core, None, serves=_against, even=3),
+    cuda=Fast(decayed_gpu.attend, None, serves=partial(decayed_gpu.serves, is_causal=False), halves=True),
+    compute=torch.float32,
+    path="blocks side by side",
+    sizes=lambda *tensors, **settings: {"block": decayed_sums.BLOCK},
+)  # fmt: skip
+
+
+def _attend(*tensors: Any, is_causal: bool, **settings: Any) -> Tensor:
+    return _further(*tensors, advances=False, **settings) if is_causal else _both_ways(*tensors, **settings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -220,7 +301,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
     ) -> tuple[Tensor, DecayedState]:
         """Outputs of the new tokens, and the sums up to their end."""
         log_decay = decay(k, w, key_mask).logs
-        out, *after = _further(q, k, v, log_decay, key_mask, *(state or ()), **self._settings)
+        out, *after = _further(q, k, v, log_decay, key_mask, *(state or ()), advances=True, **self._settings)
         return out, DecayedState(*after)
 
     @in_float32

@@ -6,6 +6,8 @@ denominators, a column of ones beside the values, are added in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 from fast_attention.engine import operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
+from fast_attention.feature_maps.features import Identity
 from fast_attention.gpu import calls, decayed, plain, self_check
 from fast_attention.gpu.configurations import WIDEST
 from fast_attention.mechanisms.linear import gpu
@@ -43,19 +46,20 @@ def serves(
 
 
 def advances(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *state: Tensor, **settings: Any
-) -> str:
-    """Why kernels cannot go on from a state; empty where they can."""
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *state: Tensor, advances: bool,
+    **settings: Any,
+) -> str:  # fmt: skip
+    """Why kernels cannot compute causal outputs, or go on from a state; empty where they can."""
     before = DecayedState(*state) if state else None
     why = serves(q, k, v, log_decay, key_mask, is_causal=True, **settings)
-    return why or gpu.few(q, k, v, before, log_decay) or gpu.scaled(before)
+    return why or (gpu.few(q, k, v, before, log_decay) or gpu.scaled(before) if advances else "")
 
 
-def further(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
+def further(*tensors: Any, advances: bool, **settings: Any) -> Any:
     """``advance`` of the tensors of a state."""
     q, k, v, log_decay, key_mask, *state = tensors
     out, after = advance(q, k, v, log_decay, key_mask, DecayedState(*state) if state else None, **settings)
-    return out, *after
+    return (out, *after) if advances else out
 
 
 def begun(log_decay: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -69,24 +73,35 @@ def attend(
     eps: float, is_causal: bool,
 ) -> Tensor:  # fmt: skip
     """Outputs (..., L, Ev); ``log_decay`` (..., L) in float32."""
+    causal = partial(further, advances=False)
     if not is_causal:
-        return in_float32(_both_sides)(q, k, v, log_decay, key_mask, phi=phi, normalize=normalize, eps=eps)
-    return advance(q, k, v, log_decay, key_mask, None, phi=phi, normalize=normalize, eps=eps)[0]
+        return in_float32(both_sides)(
+            q, k, v, log_decay, key_mask, phi=phi, normalize=normalize, eps=eps, advance=causal
+        )
+    return causal(q, k, v, log_decay, key_mask, phi=phi, normalize=normalize, eps=eps)
 
 
-def _both_sides(
+def both_sides(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
-    eps: float,
+    eps: float, advance: Callable[..., Tensor],
 ) -> Tensor:  # fmt: skip
-    """Keys up to each query, and from the end those behind it: sums up to the next key, faded by that key's decay."""
+    """Keys up to each query, and from the end those behind it: sums up to the next key, faded by that key's decay.
+
+    ``advance`` computes causal outputs. Channels that decay by themselves fade in the features of queries.
+    """
+    by_channel = log_decay.ndim == k.ndim
+    if by_channel:
+        q, k, phi = phi(q), phi(k), Identity()
     v = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalize else v
     settings = {"phi": phi, "normalize": False, "eps": eps}
-    left, _ = advance(q, k, v, log_decay, key_mask, None, **settings)
-    to_next = _next(log_decay, -1)
+    left = advance(q, k, v, log_decay, key_mask, **settings)
+    axis = -2 if by_channel else -1
+    to_next = _next(log_decay, axis)
+    decay_factor = to_next.exp() if by_channel else to_next.exp()[..., None]
     mask = None if key_mask is None else _next(key_mask, -1).flip(-1)
-    q, k, v = (x.flip(-2) for x in (q, _next(k, -2), _next(v, -2)))
-    right, _ = advance(q, k, v, _next(to_next, -1).flip(-1), mask, None, **settings)
-    sums = left + right.flip(-2) * to_next.exp()[..., None]
+    q, k, v = (x.flip(-2) for x in (q * decay_factor if by_channel else q, _next(k, -2), _next(v, -2)))
+    right = advance(q, k, v, _next(to_next, axis).flip(axis), mask, **settings)
+    sums = left + (right.flip(-2) if by_channel else right.flip(-2) * decay_factor)
     return plain.quotient(sums, eps) if normalize else sums
 
 

@@ -2,7 +2,7 @@
 
 Blocks of ``BLOCK`` tokens side by side: a masked product inside each, the decayed prefix of the blocks' states across
 them. Every exponent that is taken is at most zero; logarithms are summed in float64, where millions of tokens lose
-nothing. Long sequences go chunk by chunk through ``engine.chunked``. Decays are (..., L, 1), or (..., L, C), one for
+nothing. Decays are (..., L, 1), or (..., L, C), one for
 each feature of the keys.
 
 Scores of tokens whose features each decay by themselves (GLA, Yang et al. 2023): no exponent above zero is taken.
@@ -13,18 +13,16 @@ squares by halving, down to single tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import numerics, operation, trace
+from fast_attention.engine import numerics, operation
 from fast_attention.engine.blocks import join, smaller, split, split_row
-from fast_attention.engine.chunked import Step, scan
 from fast_attention.engine.heads import short
 from fast_attention.engine.tracing import replaced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
@@ -32,8 +30,6 @@ from fast_attention.mechanisms.linear import in_range, linear_state, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, prefixes
 
 BLOCK = 64  # tokens whose pairs are taken
-NUMBERS = 2**18  # features of a chunk, all rows together: a megabyte, as measured best
-LEAST = 256  # tokens of a chunk
 
 
 class DecayedState(NamedTuple):
@@ -101,42 +97,19 @@ def _directed(
 
     Without a ``state`` the tokens are all there are, one block at most: no state comes behind them either.
     """
-    mask = None if key_mask is None else key_mask.expand(k.shape[:-1])[..., None]
-    tokens, step = [q, k, v, log_decay, mask], _step(phi, normalize, eps, strict)
-    size = LEAST if state is None else max(LEAST, NUMBERS // max(state.k.numel(), 1))
-    why = operation.unsupported_reason(q, k, v, even=True)
-    if state is None or why or q.shape[-2] <= size:
-        trace.record("blocks side by side", why or "short", block=BLOCK)
-        (numerator, denominator), after = step(tokens, (), state or ())
-    else:
-        trace.record("chunks that hand on a state", "a long sequence", chunk=size, block=BLOCK)
-        (numerator, denominator), after = scan(step, tokens, (), state, size=size)
-    return (numerator, denominator), after
-
-
-def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
-    def step(tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]) -> Any:
-        q, k, v, log_decay, mask = tokens
-        advance = _advance if log_decay.shape[-1] == 1 else _advance_by_channel
-        before = DecayedState(*state) if state else None
-        keys = _keys(phi, k, None if mask is None else mask[..., 0])
-        queries, log_scale = phi(q), in_range.log_scale(keys)
-        if before is not None:
-            log_scale = torch.maximum(before.log_scale, log_scale)
-            rescale = (before.log_scale - log_scale).exp()
-            before = DecayedState(before.kv * rescale[..., None], before.k * rescale, log_scale, before.log_decay)
-        factor, less = (-log_scale).exp(), numerics.factor(queries, 1.0, rows=True)
-        scaled = keys.values * factor[..., None]
-        if before is not None and not strict and short(q) and q.shape[-2] == 1:
-            sums, after = _advance_by_one(queries * less, scaled, v, log_decay, before)
-        else:
-            sums, after = advance(queries * less, scaled, v, log_decay, before, strict=strict)
-        scale = factor[..., None] * less
-        if normalize:
-            return (sums.numerator, sums.denominator[..., None] + eps * scale), after
-        return (sums.numerator / scale, sums.denominator[..., None]), after
-
-    return step
+    advance = _advance if log_decay.shape[-1] == 1 else _advance_by_channel
+    keys, queries = _keys(phi, k, key_mask), phi(q)
+    log_scale = in_range.log_scale(keys)
+    if state is not None:
+        log_scale = torch.maximum(state.log_scale, log_scale)
+        rescale = (state.log_scale - log_scale).exp()
+        state = DecayedState(state.kv * rescale[..., None], state.k * rescale, log_scale, state.log_decay)
+    factor, less = (-log_scale).exp(), numerics.factor(queries, 1.0, rows=True)
+    sums, after = advance(queries * less, keys.values * factor[..., None], v, log_decay, state, strict=strict)
+    scale = factor[..., None] * less
+    if normalize:
+        return (sums.numerator, sums.denominator[..., None] + eps * scale), after
+    return (sums.numerator / scale, sums.denominator[..., None]), after
 
 
 def _advance(
@@ -153,18 +126,6 @@ def _advance(
     k = k * (total[..., None] - reached).exp().to(v.dtype)[..., None]
     logs = torch.cat([torch.zeros_like(total[..., :1]), -total.cumsum(-1)], -1)
     return _over_blocks(pairs, q * reached.exp().to(v.dtype)[..., None], k, v, logs, before, length)
-
-
-def _advance_by_one(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState
-) -> tuple[Sums, tuple[Tensor, ...]]:
-    """``_advance`` by one token of many sequences: one pass over their states adds to them, another reads them."""
-    decay = log_decay[..., 0, :].to(v.dtype)
-    factor = decay.exp()
-    z = torch.addcmul(k[..., 0, :], before.k, factor)
-    kv = (k.mT * v).addcmul_(before.kv, factor[..., None])
-    sums = Sums(q @ kv, (q @ z[..., None])[..., 0])
-    return sums, DecayedState(kv, z, before.log_scale, before.log_decay + decay)
 
 
 def _over_blocks(

@@ -11,12 +11,12 @@ from torch import Tensor
 from fast_attention.engine import trace
 from fast_attention.engine.operation import Fast, Operation, like_queries
 from fast_attention.engine.precision import in_float32
-from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Features
+from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
-from fast_attention.mechanisms.linear import compiled, feature_chunks, gpu, in_range, reference
+from fast_attention.mechanisms.linear import compiled, gpu, in_range, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState
 
-MANY = 2**28  # features, a GiB: below, products over all of them are faster than chunks of them
+SCALED = "every key has a scale of its own"
 
 
 def _map(number: int, offset: float) -> FeatureMap:
@@ -78,22 +78,17 @@ further = Operation(
 def mapped(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, eps: float, is_causal: bool
 ) -> Tensor:
-    """``sums`` by features that are made here, of all tokens or chunk by chunk."""
-    settings: Any = {"eps": eps, "is_causal": is_causal}
+    """``sums`` by features that are made here."""
+    keys = reference.masked_keys(phi.features, k, key_mask)
+    return of_features(phi.features(q), keys, v, eps=eps, is_causal=is_causal)
 
-    def maps() -> Any:
-        return phi.features, phi.features
 
-    many = 4 * feature_chunks.NUMBERS if isinstance(phi, Elementwise) else MANY
-    if not feature_chunks.against(maps, (), q, k, v, numbers=many):
-        return feature_chunks.feature_attention(maps, (), q, k, v, key_mask=key_mask, **settings)
-    keys, queries = reference.masked_keys(phi.features, k, key_mask), phi.features(q)
+def of_features(queries: Any, keys: Any, v: Tensor, *, eps: float = 0.0, is_causal: bool) -> Tensor:
+    """Attention with weights ``queries_i . keys_j``."""
     if in_range.has_scale(keys):
-        trace.record("plain sums", "every key has a scale of its own")
-        return in_range.attend(queries, keys, v, **settings)
-    assert isinstance(queries, Features)
-    assert isinstance(keys, Features)
-    return sums(queries.values, keys.values, v, None, **compiled.code(Identity()), **settings)
+        trace.record("plain sums", SCALED)
+        return in_range.attend(queries, keys, v, eps=eps, is_causal=is_causal)
+    return sums(queries.values, keys.values, v, None, **compiled.code(Identity()), eps=eps, is_causal=is_causal)
 
 
 def advance(
@@ -111,10 +106,14 @@ def advance(
 def _mapped_advance(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: LinearState | None, *, phi: FeatureMap, eps: float
 ) -> tuple[Tensor, LinearState]:
-    keys, queries = reference.masked_keys(phi.features, k, key_mask), phi.features(q)
+    return further_features(phi.features(q), reference.masked_keys(phi.features, k, key_mask), v, state, eps=eps)
+
+
+def further_features(
+    queries: Any, keys: Any, v: Tensor, state: LinearState | None, *, eps: float = 0.0
+) -> tuple[Tensor, LinearState]:
+    """``of_features`` for new tokens behind a state, and the state after them."""
     if in_range.has_scale(keys):
-        trace.record("plain sums", "every key has a scale of its own", chunk=reference.CHUNK)
+        trace.record("plain sums", SCALED, chunk=reference.CHUNK)
         return in_range.advance(queries, keys, v, state, eps=eps)
-    assert isinstance(queries, Features)
-    assert isinstance(keys, Features)
     return advance(queries.values, keys.values, v, None, state, phi=Identity(), eps=eps)

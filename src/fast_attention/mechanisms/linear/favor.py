@@ -12,7 +12,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import advancing
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import cummax
 from fast_attention.feature_maps.features import Features
@@ -25,8 +24,9 @@ from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFea
 from fast_attention.traits import PLAIN
 from fast_attention.value import at_least, one_of
 
+SINCOS = RandomFeatureMap("sincos")
 
-@in_float32
+
 def favor_attention(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
@@ -47,9 +47,15 @@ def favor_attention(
     gets zeros.
     """
     if phase is None and clamp is None:
-        return fast_favor.attend(
-            RandomFeatureMap("sincos"), q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask
-        )
+        return fast_favor.attend(SINCOS, q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
+    return _plain(q, k, v, projection, phase, clamp=clamp, is_causal=is_causal, key_mask=key_mask)
+
+
+@in_float32
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, projection: Tensor, phase: Tensor | None, *, clamp: float | None, is_causal: bool,
+    key_mask: Tensor | None,
+) -> Tensor:  # fmt: skip
     phi = _map(projection, phase)
     keys = reference.masked_keys(phi, k, key_mask)
     sums = reference.attend(phi(q).values, keys, v, is_causal=is_causal)
@@ -133,7 +139,10 @@ class Favor(Kernelised[TrigonometricWeights]):
         return TrigonometricWeights(projection, phase)
 
     def maps(self, w: TrigonometricWeights) -> tuple[Map, Map]:
-        """One map for queries and keys."""
+        """The maps of queries and of keys, with the factor 1 / m of sines and cosines with the queries."""
+        if self.clamp is None and w.phase is None:
+            heads = Heads(w.projection)
+            return (lambda x: SINCOS.unbiased(x, heads)), (lambda x: SINCOS.plain(x, heads))
         phi = _map(*w)
         return phi, phi
 
@@ -146,13 +155,10 @@ class Favor(Kernelised[TrigonometricWeights]):
         self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """``favor_attention`` with these settings."""
-        if is_causal and self.clamp is None and advancing.worthwhile(q, k, v):
-            return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
         return favor_attention(
             q, k, v, w.projection, w.phase, clamp=self.clamp, is_causal=is_causal, key_mask=key_mask
         )  # fmt: skip
 
-    @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, state: LinearState | None, *,
         key_mask: Tensor | None,
@@ -160,12 +166,22 @@ class Favor(Kernelised[TrigonometricWeights]):
         """Outputs of the new tokens, and the sums over all keys up to their end."""
         if self.clamp is not None and state is not None and torch.is_grad_enabled() and state.k.requires_grad:
             raise Unsupported(f"{self!r}: a state holds the clamp's unit without a gradient; detach it, or use no_grad")
+        if self.clamp is None and w.phase is None:
+            return fast_favor.advance(SINCOS, q, k, v, Heads(w.projection), state, key_mask)
         if self.clamp is None:
             return super().advance(q, k, v, w, state, key_mask=key_mask)
-        phi = _map(*w)
-        keys = reference.masked_keys(phi, k, key_mask)
-        sums, after = reference.advance(phi(q).values, keys, v, state)
-        assert keys.log_scale is not None
-        largest = keys.log_scale.cummax(-1).values
-        largest = largest if state is None else torch.maximum(largest, state.log_scale)
-        return linear_state.normalise(_clamped(sums, largest, *w, self.clamp)), after
+        return _clamped_advance(q, k, v, w, state, key_mask, self.clamp)
+
+
+@in_float32
+def _clamped_advance(
+    q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, state: LinearState | None, key_mask: Tensor | None,
+    clamp: float,
+) -> tuple[Tensor, LinearState]:  # fmt: skip
+    phi = _map(*w)
+    keys = reference.masked_keys(phi, k, key_mask)
+    sums, after = reference.advance(phi(q).values, keys, v, state)
+    assert keys.log_scale is not None
+    largest = keys.log_scale.cummax(-1).values
+    largest = largest if state is None else torch.maximum(largest, state.log_scale)
+    return linear_state.normalise(_clamped(sums, largest, *w, clamp)), after

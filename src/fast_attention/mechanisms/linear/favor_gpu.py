@@ -15,23 +15,23 @@ from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED, exponent
 from fast_attention.gpu.exponential import operations
 from fast_attention.mechanisms.linear import gpu
 from fast_attention.mechanisms.linear.linear_state import LinearState
-from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.random_feature_map import KINDS, Heads, RandomFeatureMap
 
-MAPS = RandomFeatureMap("positive"), RandomFeatureMap("hyperbolic")
+MAPS = tuple(map(RandomFeatureMap, KINDS))  # type: ignore[arg-type]
 
 
 def serves(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor, bias: Tensor | None,
-    key_rows: Tensor | None, *state: Tensor | None, hyperbolic: bool, **settings: Any,
+    key_rows: Tensor | None, *state: Tensor | None, kind: int, **settings: Any,
 ) -> str:  # fmt: skip
     """Why kernels cannot compute attention from these features; empty where they can."""
     why = operation.gpu_unsupported_reason(q, k, widest=WIDEST_PROJECTED)
     why = why or operation.gpu_unsupported_reason(q, v, widest=WIDEST)
-    if why:
-        return why
+    if why or not MAPS[kind].exponential:
+        return why or "features of either sign"
     if bias is not None and bias.requires_grad:
         return "a bias that is trained"
-    case = self_check.exponential(MAPS[hyperbolic].width(rows), q.shape[-1])
+    case = self_check.exponential(MAPS[kind].width(rows), q.shape[-1])
     return self_check.unsupported_reason(case, q, v, masked=key_mask is not None)
 
 
@@ -43,11 +43,11 @@ def advances(*tensors: Any, **settings: Any) -> str:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *heads: Any, hyperbolic: bool, is_causal: bool
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *heads: Any, kind: int, is_causal: bool
 ) -> Tensor:  # fmt: skip
     """Outputs (..., L, Ev): see ``fast_favor.attend``."""
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, heads[0])))
-    kernel_set, q = _kernel_set(MAPS[hyperbolic], q, k, v, Heads(*heads), lead), q.expand(*lead, *q.shape[-2:])
+    kernel_set, q = _kernel_set(MAPS[kind], q, k, v, Heads(*heads), lead), q.expand(*lead, *q.shape[-2:])
     return calls.run(kernel_set, clamp(q), clamp(k), v, key_mask, is_causal=is_causal)
 
 
@@ -64,11 +64,11 @@ def packed(
 
 
 def further(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Any, hyperbolic: bool, is_causal: bool
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Any, kind: int, is_causal: bool
 ) -> tuple[Tensor, ...]:
     """Causal outputs of new tokens behind a state, and the three tensors of the state after them."""
     heads, state = Heads(*others[:3]), others[3:]
-    kernel_set, D = _kernel_set(MAPS[hyperbolic], q, k, v, heads, q.shape[:-2]), MAPS[hyperbolic].width(heads.rows)
+    kernel_set, D = _kernel_set(MAPS[kind], q, k, v, heads, q.shape[:-2]), MAPS[kind].width(heads.rows)
     first = None if state[0] is None else torch.cat([state[0].flatten(-2), *state[1:]], -1)
     decodes = calls.steps(q, k, v, first, *heads)
     out, last = calls.advance(kernel_set, clamp(q), clamp(k), v, key_mask, first, decodes=decodes)

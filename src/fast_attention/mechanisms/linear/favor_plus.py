@@ -13,7 +13,7 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.features import FeatureMap, as_feature_map
 from fast_attention.feature_maps.random_features import draw, generalised
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear import fast_favor, feature_chunks
+from fast_attention.mechanisms.linear import fast_favor, fast_linear, reference
 from fast_attention.mechanisms.linear.favor_gpu import MAPS
 from fast_attention.mechanisms.linear.kernelised import CoreMap, Map, RandomKernelised, TokenMap
 from fast_attention.mechanisms.linear.linear_state import LinearState
@@ -61,11 +61,8 @@ def generalised_attention(
     ``phi(k_j)`` over the keys that query i may see. A query that sees nothing gets zeros.
     """
 
-    def maps(rows: Tensor) -> tuple[Map, Map]:
-        phi = _generalised_map(rows, kernel, kernel_epsilon)
-        return phi, phi
-
-    return feature_chunks.feature_attention(maps, [projection], q, k, v, is_causal=is_causal, key_mask=key_mask)
+    phi = _generalised_map(projection, kernel, kernel_epsilon)
+    return fast_linear.of_features(phi(q), reference.masked_keys(phi, k, key_mask), v, is_causal=is_causal)
 
 
 def _generalised_map(projection: Tensor, kernel: FeatureMap, epsilon: float) -> Map:

@@ -1,8 +1,7 @@
 """Kernelised attention: the weight of a pair is a product of features, so that keys are summed once.
 
-Exponential random features of tokens, each with one log scale, in few passes over memory and by their own gradient.
-
-They serve sums in which products of features stand beside other weights, as in Hybrid.
+Exponential random features with one log scale for each token serve sums in which products of features stand beside
+other weights, as in Hybrid.
 """
 
 from __future__ import annotations
@@ -10,25 +9,25 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
-from fast_attention.engine.heads import by_head, summed_by_head
-from fast_attention.engine.numerics import LOG2E, MOST, clamp
-from fast_attention.engine.operation import Fast, Operation, Tensors
+from fast_attention.engine.heads import by_head
+from fast_attention.engine.numerics import clamp
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.feature_map import Map as Map
 from fast_attention.mechanism import Attention, W
-from fast_attention.mechanisms.linear import fast_favor, favor_gpu, feature_chunks, in_range, linear_state, reference
+from fast_attention.mechanisms.linear import fast_favor, fast_linear, favor_gpu, in_range, linear_state, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+
+LARGE = 25.0  # the logarithm of a token's largest feature from which on it goes to the log scale
 
 
 class TokenMap(NamedTuple):
@@ -87,13 +86,9 @@ class Kernelised(Attention[W, LinearState]):
 
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """``feature_attention`` with this mechanism's maps."""
-        weights, layout = tree_flatten(w)
-
-        def maps(*leaves: Any) -> tuple[Map, Map]:
-            return self.maps(tree_unflatten(leaves, layout))
-
-        return feature_chunks.feature_attention(maps, weights, q, k, v, is_causal=is_causal, key_mask=key_mask)
+        """Attention with this mechanism's maps."""
+        queries, keys = self.maps(w)
+        return fast_linear.of_features(queries(q), reference.masked_keys(keys, k, key_mask), v, is_causal=is_causal)
 
     @in_chunks
     @in_float32
@@ -102,7 +97,7 @@ class Kernelised(Attention[W, LinearState]):
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
         queries, keys = self.maps(w)
-        return in_range.advance(queries(q), reference.masked_keys(keys, k, key_mask), v, state)
+        return fast_linear.further_features(queries(q), reference.masked_keys(keys, k, key_mask), v, state)
 
     @summed_in_chunks
     @in_float32
@@ -115,71 +110,16 @@ class Kernelised(Attention[W, LinearState]):
         return linear_state.combine(earlier, later)
 
 
-LARGE = 25.0  # the logarithm of a token's largest feature from which on it goes to the log scale
-
-
 def token_features(
     x: Float[Tensor, "*batch n width"], rows: Tensor, bias: Tensor | None, *, hyperbolic: bool, factor: float
 ) -> Features:
     """``exp(w . x / d^(1/4) - ||x||^2 / (2 sqrt(d)) + bias + factor)`` for rows w, and for -w if ``hyperbolic``."""
-    return Features(*_FEATURES(x, rows, bias, hyperbolic=hyperbolic, factor=factor))
-
-
-def _plain(x: Tensor, rows: Tensor, bias: Tensor | None, *, hyperbolic: bool, factor: float) -> tuple[Tensor, Tensor]:
     x = clamp(x) * x.shape[-1] ** -0.25
     logs = by_head(x, (torch.cat([rows, -rows], -2) if hyperbolic else rows).mT)
     logs = logs if bias is None else logs + bias
     top = logs.detach().amax(-1)
     shift = top.masked_fill(top.abs() <= LARGE, 0.0)
-    return (logs - shift[..., None]).exp(), shift - x.square().sum(-1) / 2 + factor
-
-
-def _forward(
-    x: Tensor, rows: Tensor, bias: Tensor | None, *, keep: bool, hyperbolic: bool, factor: float
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
-    width, number = x.shape[-1], rows.shape[-2]
-    scaled = (rows * (LOG2E * width**-0.25)).mT
-    if hyperbolic and bias is None:
-        z = by_head(x, scaled)
-        values = z.new_empty(*z.shape[:-1], 2 * number)
-    else:
-        values = z = by_head(x, torch.cat([scaled, -scaled], -1) if hyperbolic else scaled)
-        z = z if bias is None else z.add_(bias, alpha=LOG2E)
-    log_scale = torch.linalg.vector_norm(x, dim=-1).square_().mul_(-0.5 * width**-0.5).add_(factor)
-    if not _in_range(z, log_scale, hyperbolic):
-        return _plain(x, rows, bias, hyperbolic=hyperbolic, factor=factor), ()
-    if values is z:
-        return (values.exp2_(), log_scale), ()
-    torch.exp2(z, out=values[..., :number])  # torch's exp into every other run of numbers takes four times as long
-    torch.reciprocal(values[..., :number], out=values[..., number:])
-    return (values, log_scale), ()
-
-
-def _in_range(z: Tensor, log_scale: Tensor, hyperbolic: bool) -> bool:
-    """Whether no token's largest logarithm (of base two in ``z``) is above ``LARGE`` in size, and none was bounded."""
-    top = None if hyperbolic else z.amax(-1)
-    least, most = (z.amin(), z.amax()) if top is None else top.aminmax()
-    limit = LARGE * LOG2E
-    return -limit <= float(least) and float(most) <= limit and float(log_scale.amin()) > -MOST
-
-
-def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: Tensors, gradients: tuple[Tensor, ...],
-    *, hyperbolic: bool, factor: float,
-) -> Tensors:  # fmt: skip
-    (x, rows, bias), (values, log_scale) = inputs, outputs
-    d_logs, d_log_scale = gradients[0] * values, gradients[1]
-    d_bias = None if bias is None or not bias.requires_grad else d_logs.sum_to_size(bias.shape)
-    number, width = rows.shape[-2], x.shape[-1]
-    dz = torch.sub(d_logs[..., :number], d_logs[..., number:]) if hyperbolic else d_logs
-    dx = by_head(dz, rows * width**-0.25).addcmul_(x, d_log_scale[..., None], value=-(width**-0.5))
-    if not float(log_scale.amin()) > -MOST:  # slope 0 beyond the bound
-        dx = dx.masked_fill(x.abs() > MOST, 0.0)
-    d_rows = summed_by_head(dz, x, rows, factor=width**-0.25) if rows.requires_grad else None
-    return dx, d_rows, d_bias
-
-
-_FEATURES = Operation(_plain, cpu=Fast(_forward, _backward))
+    return Features((logs - shift[..., None]).exp(), shift - x.square().sum(-1) / 2 + factor)
 
 
 class RandomKernelised(Kernelised[W]):
@@ -223,7 +163,7 @@ class RandomKernelised(Kernelised[W]):
         phi, heads = self.features_of(w)
         if not is_causal or not phi.exponential:
             return None
-        if favor_gpu.serves(q, k, v, torch.empty(0), *heads, hyperbolic=phi.pairs):
+        if favor_gpu.serves(q, k, v, torch.empty(0), *heads, kind=phi.number):
             return None
         return favor_gpu.packed(phi, q, k, v, heads, lengths, key_mask)
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from fast_attention.feature_maps.feature_map import Features, Logs
 from fast_attention.feature_maps.random_features import positive, trigonometric
 
+KINDS = "positive", "hyperbolic", "sincos"
+
 
 class Heads(NamedTuple):
     """The weights of some heads: rows (..., m, d), what is added to every exponent (..., 1, C), and the keys' own rows
@@ -32,6 +34,11 @@ class RandomFeatureMap:
     """From tokens to features: ``z = d^(-1/4) W x``, then ``kind``, exponents plus a bias."""
 
     kind: Literal["positive", "hyperbolic", "sincos"]
+
+    @property
+    def number(self) -> int:
+        """The place of ``kind`` in ``KINDS``, by which operations name a map."""
+        return KINDS.index(self.kind)
 
     @property
     def pairs(self) -> bool:
