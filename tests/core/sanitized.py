@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_attention import LSH, Shape, catalogue, core
+from fast_attention import LSH, Selected, Shape, catalogue, core
 from fast_attention.core import building
 from fast_attention.engine import tiles as engine_tiles
 from fast_attention.engine import trace
@@ -76,6 +76,7 @@ def main() -> int:
             tiles(*size, dtype, window, causal)
             features(*size, dtype, causal)
             hashes(*size, dtype, causal)
+            chosen(*size, dtype)
             near_and_far(*size, dtype, causal)
     registered = {
         each.split("::")[1] for each in torch._C._dispatch_get_all_op_names() if "fast_attention_core::" in each
@@ -120,7 +121,7 @@ def tiles(
     ):
         out, logs = poisoned(batch, heads, length, values, dtype=dtype), poisoned(batch, heads, length, 2)
         terms = (key_mask, bias, by_offset, sink)
-        given = (q, k, v, *terms, plan.tiles, plan.ranges, -window, width**-0.5, cap, dropout, 7, out, logs)
+        given = (q, k, v, *terms, *plan, -window, width**-0.5, cap, dropout, 7, out, logs)
         call("tiles_forward", *given)
         assert out.isfinite().all()
         assert not logs.isnan().any()
@@ -131,6 +132,22 @@ def tiles(
         slopes = [None if x is None else torch.zeros(batch, *x.shape) for x in (bias, by_offset)]
         call("tiles_backward", *given, grad_out, dq, dk, dv, *slopes)
         assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+def chosen(heads: int, _: int, length: int, width: int, values: int, dtype: torch.dtype) -> None:
+    """Blocks that queries choose, forward and backward, with masks, sinks and no choices; more keys than queries."""
+    for mechanism in (Selected(block_size=1, topk=1), Selected(block_size=13, topk=3, sinks=True)):
+        weights = mechanism.weights(Shape(heads, width, length))
+        q, k, v = (torch.randn(2, heads, length, n).to(dtype).requires_grad_() for n in (width, width, values))
+        for mask, first in itertools.product((None, torch.rand(2, length) < 0.7), (0, length // 2)):
+            past, (a, b, c) = ([x[..., part, :] for x in (q, k, v)] for part in (slice(first), slice(first, None)))
+            state = mechanism.decode(past[0], past[1], past[2], weights)[1] if first else None
+            some = None if mask is None else mask[:, first:]
+            with trace.recorded() as steps:
+                out = mechanism.decode(a, b, c, weights, state, key_mask=some)[0]
+            assert any(step.path.startswith(trace.CORE) for step in steps), steps
+            assert out.isfinite().all()
+            assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum(), (q, k, v)))
 
 
 def features(heads: int, _: int, length: int, width: int, values: int, dtype: torch.dtype, causal: bool) -> None:

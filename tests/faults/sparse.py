@@ -4,6 +4,7 @@ from tests.faults.fault import LAW, ORACLE, Fault
 
 PLANS = "tests/engine/test_tiles.py -k plans_of_grids"
 BIASES = "tests/biases/test_biases.py -k "
+TILES, CHOSEN = "core/source/tiles.h", "tests/sparse/test_selected.py -k "
 SINKS = "tests/engine/test_sinks.py -k "
 
 FAULTS = [
@@ -43,8 +44,16 @@ FAULTS = [
           "counted.sum(-1, keepdim=True).clamp(min=1)", "counted.shape[-1]", ORACLE + "Selected"),
     Fault("every head reads the keys of the first", "mechanisms/sparse/reference.py",
           "(table + which * blocks.shape[-3])", "(table + which * 0)", ORACLE + "Selected"),
-    Fault("a tile's weights are not those of the whole normaliser", "mechanisms/sparse/fast_past_blocks.py",
-          "total.log().add_(top)", "total.log().add_(near.top[0])", "tests/sparse/test_selected.py -k paths"),
+    Fault("a tile of gathered queries takes itself for all that they see", TILES, "          total[at] += added;\n",
+          "          total[at] = added;\n", CHOSEN + "references"),
+    Fault("a tile of gathered queries takes its products for the whole's", TILES, "!d.part && work.places == nullptr && ", "!d.part && ",
+          CHOSEN + "references"),
+    Fault("every tile has the first one's queries", TILES, "load(x + at(tile, i) * n + e)", "load(x + places[i] * n + e)",
+          CHOSEN + "references"),
+    Fault("blocks that are not past count among the chosen", TILES, "choices[r] < own)", "choices[r] < blocks)", CHOSEN + "not_past"),
+    Fault("a tile is passed where its block begins in the chunk before", TILES,
+          "ranges[it.tiles[tiles_begin].range].end <= start)", "ranges[it.tiles[tiles_begin].range].first < start)",
+          CHOSEN + "references"),
     Fault("a new block's mean is that of the one before", "mechanisms/sparse/selected.py",
           "whole = slice(pooled, total // size * size)", "whole = slice(max(pooled - size, 0), (total // size - 1) * size)",
           LAW + "'of_a_setting and Selected'"),
@@ -62,12 +71,6 @@ FAULTS = [
           "key_mask=visible, scale=scale)", SINKS + "'plain_forms and BigBird'"),
     Fault("chosen blocks have the sinks of another head", "mechanisms/sparse/reference.py", "attend = partial(biased_attention, sinks=sinks[:, None])",
           "attend = partial(biased_attention, sinks=sinks.flip(0)[:, None])", SINKS + "'plain_forms and Selected'"),
-    Fault("past blocks keep a normaliser without sinks", "mechanisms/sparse/fast_past_blocks.py", "        torch.logaddexp(logs, scores, out=logs)\n", "",
-          SINKS + "'plain_forms and Selected'"),
-    Fault("a step goes head by head for every sequence", "mechanisms/sparse/fast_past_blocks.py",
-          "return short(q) and", "return False and",
-          "tests/conformance/test_short_sequences.py -k 'copies and Selected'"),
-    Fault("few queries of many sequences see blocks that they did not choose", "mechanisms/sparse/past_blocks.py",
-          "seen = chosen.repeat_interleave", "seen = torch.ones_like(chosen).repeat_interleave",
-          "tests/conformance/test_short_sequences.py -k 'steps_of and Selected'"),
+    Fault("normalisers of the core are without sinks", TILES, "      total[i] = total[i] * share + std::exp2(sink - most);\n      top[i] = most;\n      factor = share / total[i];",
+          "      factor = share / (total[i] * share + std::exp2(sink - most));", CHOSEN + "references"),
 ]  # fmt: skip

@@ -1,37 +1,106 @@
-"""Chosen blocks at lengths of many tiles: both passes are one function, and so are decoding and one pass."""
+"""Chosen blocks at lengths of many tiles: core and reference are one function, and so are decoding and one pass."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from fast_attention import Hybrid, LinearAttention, Selected
+from fast_attention.engine import trace
 from fast_attention.functional import implementation
-from fast_attention.mechanisms.sparse import fast_past_blocks, past_blocks, selected
+from fast_attention.mechanisms.sparse import past_blocks, selected
 from tests.cases import qkv
+from tests.engine.test_tiles import BACKWARD, FORWARD, needs_core
 
 
-@pytest.mark.parametrize(("queries", "number"), [(150, 3), (37, 3), (1, 5), (150, 0)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_both_paths_of_chosen_past_blocks_agree(queries: int, number: int, masked: bool) -> None:
-    """With values of another width, blocks that are cut off at both ends, and queries that find nothing visible."""
+def chosen(
+    queries: int, keys: int, number: int, size: int, *, heads: int = 2, masked: bool = False, dtype: Any = torch.float32
+) -> tuple[list[Any], dict[str, Any]]:
+    """Tokens with values of another width, choices as ``Selected`` makes them, a mask, sinks; and settings."""
     torch.manual_seed(0)
-    size, keys = 16, 150
-    q, k, v = qkv(queries, keys)
-    q, k, v = (x.requires_grad_() for x in (q, k, torch.cat([v, v[..., :3]], -1)))
+    sizes = (heads, queries, 24), (heads, keys, 24), (heads, keys, 35)
+    q, k, v = (torch.randn(2, *shape).to(dtype) for shape in sizes)
     mask = torch.rand(2, 1, keys) > (0.5 if masked else -1.0)
-    mask[0, :, 112:150] &= not masked
+    mask[0, :, keys * 3 // 4 :] &= not masked  # whole blocks, and queries that see nothing
     visible = selected.shown(k, mask, size)
-    choices = selected.of_tokens(
-        q, selected.pooled(k, visible), visible.any(-1), size=size, start=keys - queries, number=number
-    )
+    means = selected.pooled(k, visible)
+    choices = selected.of_tokens(q, means, visible.any(-1), size=size, start=keys - queries, number=number)
     settings = {"size": size, "start": keys - queries, "scale": 0.3}
-    outs = [f.chosen_softmax(q, k, v, choices, mask, None, **settings) for f in (fast_past_blocks, past_blocks)]
-    torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
-    probe = torch.randn_like(outs[0])
-    gradients = [torch.autograd.grad((out * probe).sum(), (q, k, v)) for out in outs]
-    for ours, plain in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)
+    return [q, k, v, choices, mask, torch.randn(heads)], settings
+
+
+def passes(given: list[Any], settings: dict[str, Any]) -> list[Tensor]:
+    """The output, and the gradients of tokens and sinks."""
+    leaves: list[Any] = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
+    out = past_blocks.chosen_softmax(*leaves, **settings)
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, [x for x in leaves if x.requires_grad], gradient)]
+
+
+SIZES = [  # queries, keys, choices, tokens of a block
+    (150, 150, 3, 16), (37, 150, 3, 16), (1, 150, 5, 16), (150, 150, 0, 16), (2, 3, 1, 1), (1300, 1300, 4, 100),
+    (4200, 4500, 2, 37),
+]  # fmt: skip
+
+
+@needs_core
+@pytest.mark.parametrize(("queries", "keys", "number", "size"), SIZES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_core_has_the_references_numbers(queries: int, keys: int, number: int, size: int, masked: bool) -> None:
+    """With blocks that both ends cut off, that begin in one chunk of keys and end in the next, and several segments."""
+    given, settings = chosen(queries, keys, number, size, masked=masked)
+    double = [x.double() if x.is_floating_point() else x for x in given]
+    for some in (slice(5), slice(6)):
+        with trace.recorded() as steps:
+            ours = passes(given[some], settings)
+        assert [step.path for step in steps] == [f"{trace.CORE}: softmax in tiles of gathered queries"]
+        for place, (a, b) in enumerate(zip(ours, passes(double[some], settings), strict=True)):
+            error = float((a.double() - b).abs().max() / b.abs().max())
+            assert error <= (BACKWARD if place else FORWARD), f"{place}: {error}"
+
+
+@needs_core
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_rounded_once(dtype: torch.dtype) -> None:
+    given, settings = chosen(333, 400, 3, 16, masked=True, dtype=dtype)
+    wide = [x.double() if x.is_floating_point() else x for x in given]
+    for a, b in zip(passes(given[:5], settings), passes(wide[:5], settings), strict=True):
+        assert a.dtype == dtype
+        assert float((a.double() - b).abs().max() / b.abs().max()) <= 4 * torch.finfo(dtype).eps
+
+
+@needs_core
+def test_equal_bits_for_any_number_of_threads() -> None:
+    """Also where heads of a group add to the same keys, for which each chooses its own blocks."""
+    given, settings = chosen(4500, 4500, 3, 16, heads=4, masked=True)
+    grouped, before = [given[0], given[1][:, ::2], given[2][:, ::2], *given[3:]], torch.get_num_threads()
+    of_threads = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            of_threads.append([*passes(given, settings), *passes(grouped, settings)])
+    finally:
+        torch.set_num_threads(before)
+    for others in of_threads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(of_threads[0], others, strict=True))
+    repeated = [given[0], *(x.repeat_interleave(2, 1) for x in grouped[1:3]), *given[3:]]
+    for a, b in zip(passes(grouped, settings), passes(repeated, settings), strict=True):
+        torch.testing.assert_close(a, b if a.shape == b.shape else b.unflatten(1, (-1, 2)).sum(2), rtol=1e-5, atol=1e-5)
+
+
+@needs_core
+def test_the_core_reads_no_block_that_is_not_past() -> None:
+    """Whatever the choices name: blocks of the future, and none at all, are not among the keys."""
+    (q, k, v, choices, mask, _), settings = chosen(150, 150, 3, 16)
+    out = past_blocks.chosen_softmax(q, k, v, choices, mask, **settings)
+    own = torch.arange(150)[:, None] // 16
+    more = torch.cat([choices, own.expand(2, 2, -1, 1), torch.full_like(choices, 99)], -1)
+    assert torch.equal(past_blocks.chosen_softmax(q, k, v, more, mask, **settings), out)
+    with pytest.raises(RuntimeError, match="choices do not fit"):
+        past_blocks.chosen_softmax(q, k, v, choices[..., :-1, :], mask, **settings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -35,10 +35,20 @@ class Plan(NamedTuple):
         ranges: First key, key behind the last, the least and largest ``j - i`` of the keys j that query i sees, how
             many keys it sees at least, for which the nearer end moves inwards, and how often a key counts. The ranges
             of a tile are sorted and share no key.
+        choices, block: Instead of both: blocks of so many keys that each query sees beside the one that it stands in,
+            of which it sees what is not behind itself. Only earlier blocks count; the last query is the last key.
     """
 
     tiles: Int[Tensor, "batch heads number 4"]
     ranges: Int[Tensor, "ranges 6"]
+    choices: Int[Tensor, "batch heads length choices"] | None = None
+    block: int = 0
+
+    @staticmethod
+    def of_choices(choices: Int[Tensor, "*batch length choices"], block: int) -> Plan:
+        """The plan of blocks that every query chooses for itself; the core sorts its tiles."""
+        tiles, ranges = (torch.empty(sizes, dtype=torch.int32) for sizes in ((1, 1, 0, 4), (0, 6)))
+        return Plan(tiles, ranges, four_axes(choices).contiguous(), block)
 
     def counts(self, length: int, keys: int) -> Int[Tensor, "batch heads length keys"]:
         """How often each key counts for each query, 0 where it is not seen."""

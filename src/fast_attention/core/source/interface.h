@@ -46,6 +46,10 @@ struct TilesCall {
   const Tile* tiles;   // sorted by rows; tile_batch and tile_head are strides in tiles, 0 where all share them
   int64_t tile_count, tile_batch, tile_head;
   const Range* ranges;
+  // Where `block` is not 0 there are no tiles: each query sees its own block of so many keys, up to itself, for the last
+  // query is the last key, and those of its choices (batch, heads, length, choice_count) that are before its own.
+  const int64_t* choices;
+  int64_t choice_count, block;
   float scale, cap;  // cap: 0 for none, else scores become cap tanh(score / cap)
   int32_t keep;      // of 2^24 hashes, those that keep a weight; the others set it to zero
   float dropout;     // the share of weights that are set to zero, those whose hash of seed, head, query and key says so

@@ -75,9 +75,20 @@ T* numbers_of(const Tensor& x) {
   return static_cast<T*>(x.data_ptr());
 }
 
+template <class Call>
+void set_mask(Call& c, const MaybeTensor& mask) {
+  if (!mask) return;
+  STD_TORCH_CHECK(mask->dim() == 3 && mask->size(0) == c.batch && mask->size(1) == c.heads && mask->size(2) == c.keys &&
+                      (mask->stride(2) == 1 || c.keys <= 1),
+                  "the key mask does not fit");
+  c.key_mask = static_cast<const uint8_t*>(mask->data_ptr());
+  c.mask_batch = mask->stride(0), c.mask_head = mask->stride(1);
+}
+
 TilesCall tiles_call(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
                      const MaybeTensor& numbers, const MaybeTensor& vectors, const MaybeTensor& sinks,
-                     const Tensor& tiles, const Tensor& ranges, int64_t first_offset, double scale, double cap,
+                     const Tensor& tiles, const Tensor& ranges, const MaybeTensor& choices, int64_t block,
+                     int64_t first_offset, double scale, double cap,
                      double dropout, int64_t seed, const Tensor& out, const Tensor& sums) {
   TilesCall c{};
   c.q = tokens(q), c.k = tokens(k), c.v = tokens(v), c.out = tokens(out);
@@ -90,13 +101,7 @@ TilesCall tiles_call(const Tensor& q, const Tensor& k, const Tensor& v, const Ma
                   "the output does not fit");
   STD_TORCH_CHECK(sums.numel() == 2 * c.batch * c.heads * c.length, "the normalisers do not fit");
   c.sums = numbers_of<float>(sums);
-  if (key_mask) {
-    STD_TORCH_CHECK(key_mask->dim() == 3 && key_mask->size(0) == c.batch && key_mask->size(1) == c.heads &&
-                        key_mask->size(2) == c.keys && (key_mask->stride(2) == 1 || c.keys <= 1),
-                    "the key mask does not fit");
-    c.key_mask = static_cast<const uint8_t*>(key_mask->data_ptr());
-    c.mask_batch = key_mask->stride(0), c.mask_head = key_mask->stride(1);
-  }
+  set_mask(c, key_mask);
   if (numbers) {
     STD_TORCH_CHECK(numbers->dim() == 2 && numbers->size(0) == c.heads, "the numbers of offsets do not fit");
     c.numbers = numbers_of<float>(*numbers);
@@ -120,6 +125,13 @@ TilesCall tiles_call(const Tensor& q, const Tensor& k, const Tensor& v, const Ma
   c.tile_count = tiles.size(2);
   c.tile_head = tiles.size(1) == 1 ? 0 : c.tile_count;
   c.tile_batch = tiles.size(0) == 1 ? 0 : c.tile_count * tiles.size(1);
+  if (choices) {
+    STD_TORCH_CHECK(choices->dim() == 4 && choices->size(0) == c.batch && choices->size(1) == c.heads &&
+                        choices->size(2) == c.length && choices->scalar_type() == ScalarType::Long && block >= 1 &&
+                        c.length <= c.keys && c.tile_count == 0 && !numbers,
+                    "the choices do not fit");
+    c.choices = numbers_of<int64_t>(*choices), c.choice_count = choices->size(3), c.block = block;
+  }
   c.scale = static_cast<float>(scale), c.cap = static_cast<float>(cap);
   c.keep = static_cast<int32_t>((1.0 - dropout) * 16777216.0);
   c.dropout = static_cast<float>(dropout), c.seed = static_cast<uint64_t>(seed);
@@ -128,9 +140,10 @@ TilesCall tiles_call(const Tensor& q, const Tensor& k, const Tensor& v, const Ma
 
 void tiles_forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
                    const MaybeTensor& numbers, const MaybeTensor& vectors, const MaybeTensor& sinks,
-                   const Tensor& tiles, const Tensor& ranges, int64_t first_offset, double scale, double cap,
+                   const Tensor& tiles, const Tensor& ranges, const MaybeTensor& choices, int64_t block,
+                     int64_t first_offset, double scale, double cap,
                    double dropout, int64_t seed, const Tensor& out, const Tensor& sums) {
-  const TilesCall c = tiles_call(q, k, v, key_mask, numbers, vectors, sinks, tiles, ranges, first_offset, scale, cap,
+  const TilesCall c = tiles_call(q, k, v, key_mask, numbers, vectors, sinks, tiles, ranges, choices, block, first_offset, scale, cap,
                                  dropout, seed, out, sums);
   kernels->tiles_forward(c, pool());
 }
@@ -157,11 +170,12 @@ TilesGradients tiles_gradients(const TilesCall& c, const Tensor& grad_out, const
 
 void tiles_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& key_mask,
                     const MaybeTensor& numbers, const MaybeTensor& vectors, const MaybeTensor& sinks,
-                    const Tensor& tiles, const Tensor& ranges, int64_t first_offset, double scale, double cap,
+                    const Tensor& tiles, const Tensor& ranges, const MaybeTensor& choices, int64_t block,
+                     int64_t first_offset, double scale, double cap,
                     double dropout, int64_t seed, const Tensor& out, const Tensor& sums, const Tensor& grad_out,
                     const Tensor& dq, const Tensor& dk, const Tensor& dv, const MaybeTensor& d_numbers,
                     const MaybeTensor& d_vectors) {
-  const TilesCall c = tiles_call(q, k, v, key_mask, numbers, vectors, sinks, tiles, ranges, first_offset, scale, cap,
+  const TilesCall c = tiles_call(q, k, v, key_mask, numbers, vectors, sinks, tiles, ranges, choices, block, first_offset, scale, cap,
                                  dropout, seed, out, sums);
   kernels->tiles_backward(c, tiles_gradients(c, grad_out, dq, dk, dv, d_numbers, d_vectors), pool());
 }
@@ -197,13 +211,7 @@ FeaturesCall features_call(const Tensor& q, const Tensor& k, const Tensor& v, co
   STD_TORCH_CHECK(k.size(3) == c.width && v.size(2) == c.keys, "keys and values do not fit");
   STD_TORCH_CHECK(out.size(2) == c.length && out.size(3) == c.values, "the output does not fit");
   STD_TORCH_CHECK(map >= ELU_PLUS_ONE && map <= TRIGONOMETRIC && (!causal || c.keys >= c.length), "such a call is not served");
-  if (key_mask) {
-    STD_TORCH_CHECK(key_mask->dim() == 3 && key_mask->size(0) == c.batch && key_mask->size(1) == c.heads &&
-                        key_mask->size(2) == c.keys && (key_mask->stride(2) == 1 || c.keys <= 1),
-                    "the key mask does not fit");
-    c.key_mask = static_cast<const uint8_t*>(key_mask->data_ptr());
-    c.mask_batch = key_mask->stride(0), c.mask_head = key_mask->stride(1);
-  }
+  set_mask(c, key_mask);
   const bool exponential = map == EXPONENTIAL;
   if (decay) {
     c.decay = tokens(*decay), c.fading = decay->size(3);
@@ -316,7 +324,7 @@ HybridCall hybrid_call(const Tensor& q, const Tensor& k, const Tensor& v, const 
   HybridCall c{};
   STD_TORCH_CHECK(place.size() == 5 && place[0] >= 1 && place[1] >= 0 && place[2] >= 0, "the blocks do not fit");
   c.block = place[0], c.before = place[1], c.after = place[2], c.causal = place[3] != 0;
-  c.near = tiles_call(q, k, v, key_mask, numbers, {}, sinks, tiles, ranges, first_offset, scale, 0.0, 0.0, 0, out, sums);
+  c.near = tiles_call(q, k, v, key_mask, numbers, {}, sinks, tiles, ranges, {}, 0, first_offset, scale, 0.0, 0.0, 0, out, sums);
   STD_TORCH_CHECK(c.near.keys >= 1 && c.near.length >= 1 && (!c.causal || c.near.keys >= c.near.length) &&
                       c.near.heads == c.near.groups && c.near.out.kind == FLOAT32,
                   "such a call is not served");
@@ -439,7 +447,7 @@ STABLE_TORCH_LIBRARY(fast_attention_core, m) {
   m.def("use_width(int width) -> int");
 #define TILES                                                                                                    \
   "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? numbers, Tensor? vectors, Tensor? sinks, Tensor tiles, " \
-  "Tensor ranges, int first_offset, float scale, float cap, float dropout, int seed, "
+  "Tensor ranges, Tensor? choices, int block, int first_offset, float scale, float cap, float dropout, int seed, "
   m.def("tiles_forward(" TILES "Tensor(a!) out, Tensor(b!) sums) -> ()");
   m.def("tiles_backward(" TILES "Tensor out, Tensor sums, Tensor grad_out, Tensor(a!) dq, Tensor(b!) dk, "
         "Tensor(c!) dv, Tensor(d!)? d_numbers, Tensor(e!)? d_vectors) -> ()");

@@ -182,14 +182,14 @@ class HashedWork {
     query_codes = m.query_codes.ints(HASHED_ROWS * c.rounds);
     query_tokens = m.query_tokens.ints(HASHED_ROWS);
     scores = m.scores.floats(HASHED_ROWS * HASHED_KEYS);
-    for (int i = 0; i < W; ++i) steps[i] = i;
+    steps = counting();
   }
 
   int64_t place(const Tokens& x, int64_t i) const { return batch * x.batch + head * x.head + i * x.row; }
 
   // Rows of sums: those of the tensor where they are whole vectors, else of a buffer; zeros at first.
   float* sums_of(const Tokens& x, int64_t n, int64_t first, int64_t last, Buffer& buffer, int64_t& distance) const {
-    const bool direct = x.kind == FLOAT32 && n % W == 0;
+    const bool direct = whole_vectors(x, n);
     distance = direct ? x.row : whole(n, W);
     float* sums = direct ? static_cast<float*>(x.data) + place(x, first) : buffer.floats((last - first) * distance);
     for (int64_t i = 0; i < last - first; ++i) std::memset(sums + i * distance, 0, static_cast<size_t>(whole(n, W)) * 4);
@@ -289,17 +289,8 @@ class HashedWork {
   // Rows of whole vectors as columns, PANEL of them side by side; zeros stand for rows that do not exist.
   void pack(const HashedKeys& k, float* rows, int64_t row, float* to) const {
     std::memset(rows + k.number * row, 0, static_cast<size_t>((k.padded - k.number) * row) * 4);
-    for (int64_t n = 0; n < k.padded; n += W) {
-      float* column = to + n / PANEL * PANEL * row + n % PANEL;
-      for (int64_t e = 0; e < row; e += W) {
-        Vec turned[W];
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) turned[i] = load(rows + (n + i) * row + e);
-        transpose(turned);
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) store(column + (e + i) * PANEL, turned[i]);
-      }
-    }
+    for (int64_t n = 0; n < k.padded; n += PANEL)
+      pack_panel({rows, 0, 0, row, FLOAT32}, n * row, k.padded - n, row, nullptr, to + n * row);
   }
 
   // How many columns queries [i, i + ROWS) of a strip have, in whole vectors: later keys of their own piece are not met.

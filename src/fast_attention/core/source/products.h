@@ -2,6 +2,7 @@
 // B and C in rows of whole vectors.
 #pragma once
 #include <atomic>
+#include <type_traits>
 #include <utility>
 
 #include "vectors.h"
@@ -49,21 +50,15 @@ template <int N>
 inline void column_panel(int64_t M, int64_t K, const float* A, int64_t row, int64_t column, const float* B, int64_t ldb,
                          float* C, int64_t ldc, bool add) {
   int64_t i = 0;
-  for (; i + ROWS <= M; i += ROWS)
-    micro_kernel<ROWS, N>(K, A + i * row, row, column, B, ldb, C + i * ldc, ldc, add);
-  if (W == 16 && i + 8 <= M) {
-    micro_kernel<8, N>(K, A + i * row, row, column, B, ldb, C + i * ldc, ldc, add);
-    i += 8;
-  }
-  if (i + 4 <= M) {
-    micro_kernel<4, N>(K, A + i * row, row, column, B, ldb, C + i * ldc, ldc, add);
-    i += 4;
-  }
-  if (i + 2 <= M) {
-    micro_kernel<2, N>(K, A + i * row, row, column, B, ldb, C + i * ldc, ldc, add);
-    i += 2;
-  }
-  if (i < M) micro_kernel<1, N>(K, A + i * row, row, column, B, ldb, C + i * ldc, ldc, add);
+  const auto kernels_of = [&](auto number) {
+    for (constexpr int R = decltype(number)::value; i + R <= M; i += R)
+      micro_kernel<R, N>(K, A + i * row, row, column, B, ldb, C + i * ldc, ldc, add);
+  };
+  kernels_of(std::integral_constant<int, ROWS>());
+  if constexpr (W == 16) kernels_of(std::integral_constant<int, 8>());
+  kernels_of(std::integral_constant<int, 4>());
+  kernels_of(std::integral_constant<int, 2>());
+  kernels_of(std::integral_constant<int, 1>());
 }
 
 // N is a multiple of W.
@@ -122,12 +117,9 @@ inline void pack_panel(const Tokens& x, int64_t offset, int64_t number, int64_t 
         for (int i = 0; i < W; ++i) store(to + (e + i) * PANEL + n, rows[i]);
       }
     }
-    if (e == width) continue;
-    for (int64_t i = n; i < n + W; ++i) {
-      if (i >= number) {
-        for (int64_t c = e; c < width; ++c) to[c * PANEL + i] = 0.0f;
-        continue;
-      }
+    if (n + W > number)
+      for (int64_t c = e; c < width; ++c) store(to + c * PANEL + n, Vec{});
+    for (int64_t i = n; i < n + W && i < number && e < width; ++i) {
       read_row(x, offset + i * x.row, width, width, 1.0f, row);
       for (int64_t c = e; c < width; ++c) to[c * PANEL + i] = row[c];
     }

@@ -2,6 +2,9 @@
 //
 // out_i = sum_j P_ij v_j, P_ij = exp(s_ij) / sum_j exp(s_ij), s_ij = scale q_i k_j + number[j - i].
 // Scores are kept in units of log 2, so that an exponential is a power of two.
+//
+// Where every query chooses blocks of keys itself (Mixture of Block Attention, arXiv 2502.13189), a tile is some of the
+// queries that see the same block, gathered, and a query's sums are those of all its tiles over a running maximum.
 #pragma once
 #include <vector>
 
@@ -12,6 +15,7 @@ namespace FAST_ATTENTION_NAMESPACE {
 
 constexpr int64_t MOST_ROWS = 96;   // of a tile
 constexpr int64_t SEGMENT = 288;    // queries of one item of work: they share packed keys
+constexpr int64_t CHOOSING = 4096;  // queries of one item of work where they choose their keys
 constexpr float NOTHING = -INFINITE;
 
 // Keys that are packed together: 128 KiB, a part of the second cache. The scores of ROWS queries stay in the first.
@@ -32,9 +36,12 @@ struct Rows {
 
 struct Scratch {
   Buffer q, out, top, total, panels, value_panels, values, keys, scores, gradients, slopes, row, d_numbers,
-      vectors, products, vector_panel, d_products, d_vectors, key_bias, flags, grad, dq, inner, queries, weights, value_pairs;
+      vectors, products, vector_panel, d_products, d_vectors, key_bias, flags, grad, dq, inner, places, ends, tile_q,
+      tile_grad, tile_sums, tile_parts, queries, weights, value_pairs;
   std::vector<Run> runs;
   std::vector<Rows> groups;
+  std::vector<Tile> tiles;
+  std::vector<Range> ranges;
 };
 
 inline Scratch& scratch() {
@@ -42,26 +49,32 @@ inline Scratch& scratch() {
   return memory;
 }
 
-// One item of work: consecutive tiles of one head.
+// One item of work: queries [row, row_end) of one head, which are consecutive tiles, or choose theirs.
 struct Item {
-  int64_t batch, head;
+  int64_t batch, head, row, row_end;
   const Tile* tiles;
   int64_t count;
 };
 
+// Widens keys [low, high) by those of a tile.
+inline void add_keys(const Tile& tile, const Range* ranges, int64_t& low, int64_t& high) {
+  for (int32_t r = tile.range; r < tile.range_end; ++r) {
+    if (ranges[r].first < low) low = ranges[r].first;
+    if (ranges[r].end > high) high = ranges[r].end;
+  }
+}
+
 class TileWork {
  public:
   TileWork(const TilesCall& call, const Item& item, Scratch& memory)
-      : c(call), it(item), m(memory), chunk(chunk_keys(call.width)), row0(item.tiles[0].row),
-        rows(item.tiles[item.count - 1].row_end - row0), group(item.head / (call.heads / call.groups)),
-        width_row(whole(call.width, W)), value_row(whole(call.values, W)) {
+      : c(call), it(item), m(memory), chunk(chunk_keys(call.width)), row0(item.row), rows(item.row_end - item.row),
+        group(item.head / (call.heads / call.groups)), width_row(whole(call.width, W)),
+        value_row(whole(call.values, W)), ranges(call.ranges) {
+    if (c.block > 0) gather_tiles();
     low = call.keys, high = 0;
-    for (int64_t t = 0; t < item.count; ++t)
-      for (int32_t r = item.tiles[t].range; r < item.tiles[t].range_end; ++r) {
-        if (c.ranges[r].first < low) low = c.ranges[r].first;
-        if (c.ranges[r].end > high) high = c.ranges[r].end;
-      }
+    for (int64_t t = 0; t < it.count; ++t) add_keys(it.tiles[t], ranges, low, high);
     high = high < c.keys ? high : c.keys;
+    tiles_end = places == nullptr ? it.count : 0;
     score_row = chunk + PANEL;
     q = m.q.floats(rows * width_row);
     for (int64_t i = 0; i < rows; ++i)
@@ -71,8 +84,7 @@ class TileWork {
     row = m.row.floats(whole(c.width > c.values ? c.width : c.values, W));
     flags = static_cast<uint8_t*>(m.flags.bytes(2 * (chunk / PANEL)));
     find_parts();
-    direct_values = c.v.kind == FLOAT32 && c.values % W == 0;
-    if (!direct_values && !bf16) copied_values = m.values.floats(chunk * value_row);
+    if (!whole_vectors(c.v, c.values) && !bf16) copied_values = m.values.floats(chunk * value_row);
     if (c.key_mask != nullptr) key_bias = m.key_bias.floats(chunk);
     offset_row = chunk + MOST_ROWS + PANEL;
     if (c.vectors != nullptr) {
@@ -98,6 +110,56 @@ class TileWork {
 #endif
   }
 
+  // Tiles of the queries that see the same block, their own or one that they chose, in the order of keys.
+  void gather_tiles() {
+    const int64_t behind = c.keys - c.length, n = c.choice_count, blocks = (it.row_end - 1 + behind) / c.block + 1;
+    const int64_t* choices = c.choices + ((it.batch * c.heads + it.head) * c.length + row0) * n;
+    int32_t *to = m.places.ints(rows * (n + 1)), *ends = m.ends.ints(blocks);
+    const auto every = [&](auto&& function) {
+      for (int64_t i = 0; i < rows; ++i) {
+        const int64_t own = (row0 + i + behind) / c.block;
+        for (int64_t r = i * n; r < (i + 1) * n; ++r)
+          if (choices[r] >= 0 && choices[r] < own) function(choices[r], i);
+        function(own, i);
+      }
+    };
+    std::memset(ends, 0, static_cast<size_t>(blocks) * 4);
+    every([&](int64_t b, int64_t) { ++ends[b]; });
+    m.tiles.clear(), m.ranges.clear();
+    for (int32_t b = 0, row = 0, end; b < blocks; ++b) {
+      const int64_t first = b * c.block, last = first + c.block < c.keys ? first + c.block : c.keys;
+      m.ranges.push_back({static_cast<int32_t>(first), static_cast<int32_t>(last), INT32_MIN, static_cast<int32_t>(behind), 0, 1});
+      for (end = row + ends[b], ends[b] = row; row < end; row = m.tiles.back().row_end)
+        m.tiles.push_back({row, end - row < MOST_ROWS ? end : row + static_cast<int32_t>(MOST_ROWS), b, b + 1});
+    }
+    every([&](int64_t b, int64_t i) { to[ends[b]++] = static_cast<int32_t>(i); });
+    places = to, ranges = m.ranges.data(), it.tiles = m.tiles.data(), it.count = static_cast<int64_t>(m.tiles.size());
+  }
+
+  // The item's row that a tile's row i is, and its query.
+  int64_t at(const Tile& tile, int64_t i) const { return places == nullptr ? tile.row - row0 + i : places[tile.row + i]; }
+  int64_t query_of(const Tile& tile, int64_t i) const { return row0 + at(tile, i); }
+
+  // A tile's rows of x, side by side.
+  const float* rows_of(const Tile& tile, const float* x, int64_t n, Buffer& buffer) const {
+    if (places == nullptr) return x + (tile.row - row0) * n;
+    float* to = buffer.floats(MOST_ROWS * n);
+    for (int64_t i = 0; i < tile.row_end - tile.row; ++i)
+      for (int64_t e = 0; e < n; e += W) store(to + i * n + e, load(x + at(tile, i) * n + e));
+    return to;
+  }
+
+  // Calls add(rows) for M of a tile's rows of x from `first` on: where they stand, or elsewhere if they are gathered.
+  template <class Function>
+  void add_to(const Tile& tile, int64_t first, int64_t M, int64_t n, float* x, Function&& add) const {
+    if (places == nullptr) return add(x + at(tile, first) * n);
+    float* sums = m.tile_sums.floats(ROWS * (width_row > value_row ? width_row : value_row));
+    std::memset(sums, 0, static_cast<size_t>(M * n) * 4);
+    add(sums);
+    for (int64_t i = 0; i < M; ++i)
+      for (int64_t e = 0, to = at(tile, first + i) * n; e < n; e += W) store(x + to + e, load(x + to + e) + load(sums + i * n + e));
+  }
+
   int64_t query(const Tokens& x, int64_t i) const { return it.batch * x.batch + it.head * x.head + i * x.row; }
   int64_t key(const Tokens& x, int64_t j) const { return it.batch * x.batch + group * x.head + j * x.row; }
 
@@ -106,6 +168,10 @@ class TileWork {
     start = first;
     size = c.keys - first < chunk ? c.keys - first : chunk;
     std::memset(flags, 0, static_cast<size_t>(2 * (chunk / PANEL)));
+    if (places != nullptr) {
+      while (tiles_end < it.count && ranges[it.tiles[tiles_end].range].first < start + size) ++tiles_end;
+      while (tiles_begin < tiles_end && ranges[it.tiles[tiles_begin].range].end <= start) ++tiles_begin;
+    }
     if (c.key_mask != nullptr) {
       const uint8_t* seen = c.key_mask + it.batch * c.mask_batch + it.head * c.mask_head + first;
       for (int64_t j = 0; j < chunk; ++j) key_bias[j] = j < size && seen[j] ? 0.0f : NOTHING;
@@ -116,7 +182,7 @@ class TileWork {
   bool find_runs(const Tile& tile) {
     m.runs.clear();
     for (int32_t r = tile.range; r < tile.range_end; ++r) {
-      const int64_t first = clamp(c.ranges[r].first - start), end = clamp(c.ranges[r].end - start);
+      const int64_t first = clamp(ranges[r].first - start), end = clamp(ranges[r].end - start);
       if (first >= end) continue;
       const int64_t run_low = first / PANEL * PANEL, run_high = whole(end, PANEL);
       if (!m.runs.empty() && run_low < m.runs.back().high) {
@@ -131,36 +197,28 @@ class TileWork {
 
   int64_t clamp(int64_t key) const { return key < 0 ? 0 : key > size ? size : key; }
 
-  // The keys [first, end) of a range that query i sees.
-  void seen(const Range& range, int64_t i, int64_t& first, int64_t& end) const {
-    int64_t a, b;
-    bounds(range, i, i, a, b);
-    first = clamp(a - start);
-    end = clamp(b - start);
-    if (end < first) end = first;
-  }
-
-  // The keys [first, end) of a range that some of the queries [i, last] see.
-  static void bounds(const Range& range, int64_t i, int64_t last, int64_t& first, int64_t& end) {
+  // The chunk's keys [first, end) of a range that some of the queries [i, last] see; none unless first < end.
+  void seen(const Range& range, int64_t i, int64_t last, int64_t& first, int64_t& end) const {
     first = i + range.low > range.first ? i + range.low : range.first;
     end = last + range.high + 1 < range.end ? last + range.high + 1 : range.end;
-    if (first > range.end - range.least) first = range.end - range.least;
-    if (end < range.first + range.least) end = range.first + range.least;
+    first = clamp((first > range.end - range.least ? range.end - range.least : first) - start);
+    end = clamp((end < range.first + range.least ? range.first + range.least : end) - start);
   }
 
-  // For every run and group of ROWS queries the hull of what they see, in whole vectors.
+  // The queries of a tile, and for every run and group of ROWS queries the hull of what they see, in whole vectors.
   void find_groups(const Tile& tile) {
+    tile_q = rows_of(tile, q, width_row, m.tile_q);
+    if (bf16) tile_parts = reinterpret_cast<const uint16_t*>(
+        rows_of(tile, reinterpret_cast<const float*>(queries), part_row / 2, m.tile_parts));
     groups_of_run = (tile.row_end - tile.row + ROWS - 1) / ROWS;
     m.groups.clear();
     for (const Run& run : m.runs)
-      for (int64_t g = tile.row; g < tile.row_end; g += ROWS) {
+      for (int64_t g = 0, number = tile.row_end - tile.row; g < number; g += ROWS) {
         Rows hull{run.high, run.low};
-        const int64_t end_row = g + ROWS < tile.row_end ? g + ROWS : tile.row_end;
+        const int64_t first_query = query_of(tile, g), last_query = query_of(tile, (g + ROWS < number ? g + ROWS : number) - 1);
         for (int32_t r = run.range; r < run.range_end; ++r) {
-          const Range& range = c.ranges[r];
-          int64_t a, b;
-          bounds(range, g, end_row - 1, a, b);
-          const int64_t first = clamp(a - start), end = clamp(b - start);
+          int64_t first, end;
+          seen(ranges[r], first_query, last_query, first, end);
           if (first >= end) continue;
           if (first < hull.low) hull.low = first;
           if (end > hull.high) hull.high = end;
@@ -196,35 +254,27 @@ class TileWork {
     return to;
   }
 
-  // Rows of values (or keys) from the chunk's key j on, and the distance between rows.
+  // Rows of values, or of keys, that stand from the chunk's first key on, and the distance between them.
   const float* value_rows(int64_t low_key, int64_t high_key, int64_t& distance) {
-    if (direct_values) {
-      distance = c.v.row;
-      return static_cast<const float*>(c.v.data) + key(c.v, start);
-    }
-    copy_rows(c.v, c.values, value_row, copied_values, flags + chunk / PANEL, 1, low_key, high_key);
-    distance = value_row;
-    return copied_values;
+    return key_by_key(c.v, c.values, copied_values, 1, low_key, high_key, distance);
   }
-
   const float* key_rows(int64_t low_key, int64_t high_key, int64_t& distance) {
-    if (direct_keys) {
-      distance = c.k.row;
-      return static_cast<const float*>(c.k.data) + key(c.k, start);
-    }
-    copy_rows(c.k, c.width, width_row, copied_keys, flags + chunk / PANEL, 2, low_key, high_key);
-    distance = width_row;
-    return copied_keys;
+    return key_by_key(c.k, c.width, copied_keys, 2, low_key, high_key, distance);
   }
 
-  void copy_rows(const Tokens& x, int64_t n, int64_t padded, float* to, uint8_t* done, uint8_t bit, int64_t low_key,
-                 int64_t high_key) {
+  const float* key_by_key(const Tokens& x, int64_t n, float* copied, uint8_t bit, int64_t low_key, int64_t high_key,
+                          int64_t& distance) {
+    const bool direct = whole_vectors(x, n);
+    distance = direct ? x.row : whole(n, W);
+    if (direct) return static_cast<const float*>(x.data) + key(x, start);
+    uint8_t* done = flags + chunk / PANEL;
     for (int64_t p = low_key / PANEL; p * PANEL < high_key; ++p) {
       if (done[p] & bit) continue;
       done[p] |= bit;
       const int64_t end = (p + 1) * PANEL < size ? (p + 1) * PANEL : size;
-      for (int64_t j = p * PANEL; j < end; ++j) read_row(x, key(x, start + j), n, padded, 1.0f, to + j * padded);
+      for (int64_t j = p * PANEL; j < end; ++j) read_row(x, key(x, start + j), n, distance, 1.0f, copied + j * distance);
     }
+    return copied;
   }
 
   // The columns of panel p that a group sees: one half of it, or both.
@@ -237,38 +287,43 @@ class TileWork {
       column_panel<1>(M, K, A, row, 1, panel + half, PANEL, to + p + half, to_row, false);
   }
 
+  // Calls multiply(first row, rows, hull, p, panel) for the groups [from, to) that see some of a panel of a run.
+  template <class Packed, class Function>
+  void each_panel(const Run& run, int64_t of_run, int64_t from, int64_t to, int64_t end_row, Packed&& packed, Function&& multiply) {
+    for (int64_t p = run.low; p < run.high; p += PANEL) {
+      const float* panel = nullptr;  // it stays in the first cache for all groups
+      for (int64_t g = from; g < to; ++g) {
+        const Rows& hull = m.groups[of_run + g];
+        if (hull.high <= p || hull.low >= p + PANEL) continue;
+        if (panel == nullptr) panel = packed(p / PANEL);
+        multiply(g * ROWS, end_row - g * ROWS < ROWS ? end_row - g * ROWS : ROWS, hull, p, panel);
+      }
+    }
+  }
+
   // Scores of the groups [from, to) of a tile into `scores`, with what positions, caps and masks do; minus infinity for
   // keys that a row does not see.
   void write_scores(const Tile& tile, int64_t from, int64_t to, float* slope) {
     const int64_t top_row = from * ROWS, end_row = to * ROWS < tile.row_end - tile.row ? to * ROWS : tile.row_end - tile.row;
-    const float* tokens = q + (tile.row - row0) * width_row;
-    int64_t at = 0;
+    int64_t of_run = 0;
     for (const Run& run : m.runs) {
-      for (int64_t p = run.low; p < run.high; p += PANEL) {
-        const float* panel = nullptr;  // it stays in the first cache for all groups
-        for (int64_t g = from; g < to; ++g) {
-          const Rows& hull = m.groups[at + g];
-          if (hull.high <= p || hull.low >= p + PANEL) continue;
-          if (panel == nullptr) panel = key_panel(p / PANEL);
-          const int64_t first = g * ROWS, rows_here = end_row - first < ROWS ? end_row - first : ROWS;
-          float* to = scores + (first - top_row) * score_row;
+      each_panel(run, of_run, from, to, end_row, [&](int64_t p) { return key_panel(p); },
+                 [&](int64_t first, int64_t number, const Rows& hull, int64_t p, const float* panel) {
+        float* to_row = scores + (first - top_row) * score_row;
 #ifdef FAST_ATTENTION_AMX
-          if (bf16) {
-            registers.multiply(rows_here, part_row, c.scale * LOG2E, queries + (tile.row - row0 + first) * part_row,
-                               reinterpret_cast<const uint16_t*>(panel), to + p, score_row);
-            continue;
-          }
+        if (bf16)
+          return registers.multiply(number, part_row, c.scale * LOG2E, tile_parts + first * part_row,
+                                    reinterpret_cast<const uint16_t*>(panel), to_row + p, score_row);
 #endif
-          half_panels(hull, p, rows_here, c.width, tokens + first * width_row, width_row, panel, to, score_row);
-        }
-      }
+        half_panels(hull, p, number, c.width, tile_q + first * width_row, width_row, panel, to_row, score_row);
+      });
       if (c.vectors != nullptr) multiply_vectors(tile, run);
       for (int64_t i = top_row; i < end_row; ++i) {
-        const Rows& hull = m.groups[at + i / ROWS];
+        const Rows& hull = m.groups[of_run + i / ROWS];
         if (hull.low >= hull.high) continue;
         float* line = scores + (i - top_row) * score_row;
         if (c.cap > 0.0f) cap_scores(line, hull, slope == nullptr ? nullptr : slope + (i - top_row) * score_row);
-        if (c.numbers != nullptr) add_numbers(line, hull, tile.row + i);
+        if (c.numbers != nullptr) add_numbers(line, hull, query_of(tile, i));
         if (c.vectors != nullptr) {  // products[0]: the last row and the run's first key
           const float* offset = products + i * offset_row + (tile.row_end - tile.row - 1 - i) - run.low;
           for (int64_t j = hull.low; j < hull.high; j += W) store(line + j, load(line + j) + load(offset + j));
@@ -276,11 +331,11 @@ class TileWork {
         int64_t position = hull.low;
         for (int32_t r = run.range; r < run.range_end; ++r) {
           int64_t first, end;
-          seen(c.ranges[r], tile.row + i, first, end);
+          seen(ranges[r], query_of(tile, i), query_of(tile, i), first, end);
           if (first >= end) continue;
           hide(line, position, first);
-          if (c.ranges[r].count != 1) {
-            const float gain = std::log2(static_cast<float>(c.ranges[r].count));
+          if (ranges[r].count != 1) {
+            const float gain = std::log2(static_cast<float>(ranges[r].count));
             for (int64_t j = first; j < end; ++j) line[j] += gain;
           }
           position = end > position ? end : position;
@@ -290,7 +345,7 @@ class TileWork {
           for (int64_t j = hull.low; j < hull.high; j += W)
             store(line + j, load(key_bias + j) < 0.0f ? all(NOTHING) : load(line + j));
       }
-      at += groups_of_run;
+      of_run += groups_of_run;
     }
   }
 
@@ -348,8 +403,7 @@ class TileWork {
     const Tokens rows_of_vectors{vectors, 0, 0, width_row, FLOAT32};
     for (int64_t o = 0; o < padded; o += PANEL) {
       pack_panel(rows_of_vectors, o * width_row, PANEL, c.width, row, vector_panel);
-      column_panel<2>(number, c.width, q + (tile.row - row0) * width_row, width_row, 1, vector_panel, PANEL,
-                      products + o, offset_row, false);
+      column_panel<2>(number, c.width, tile_q, width_row, 1, vector_panel, PANEL, products + o, offset_row, false);
     }
   }
 
@@ -397,11 +451,14 @@ class TileWork {
   }
 
   const TilesCall& c;
-  const Item& it;
+  Item it;
   Scratch& m;
   int64_t chunk, row0, rows, group, width_row, value_row, score_row = 0, low, high, start = 0, size = 0,
                                                           groups_of_run = 0, offset_row = 0;
-  bool direct_values = false, direct_keys = false;
+  int64_t tiles_begin = 0, tiles_end;  // that may see keys of the chunk
+  const Range* ranges;
+  const int32_t* places = nullptr;  // the item's rows that rows of tiles are; nullptr: one after another
+  const float* tile_q = nullptr;    // queries of a tile
   float *q, *panels, *value_panels = nullptr, *scores, *row, *copied_values = nullptr, *copied_keys = nullptr,
                                 *key_bias = nullptr, *vectors = nullptr, *products = nullptr,
                                 *vector_panel = nullptr;
@@ -409,6 +466,7 @@ class TileWork {
   bool bf16 = false;
   int64_t part_row = 0;
   uint16_t *queries = nullptr, *weights = nullptr, *value_pairs = nullptr;
+  const uint16_t* tile_parts = nullptr;
 #ifdef FAST_ATTENTION_AMX
   TileRegisters registers;
 #endif
@@ -431,15 +489,12 @@ inline void forward_item(const TilesCall& c, const Item& item) {
   const int64_t rows = work.rows, value_row = work.value_row;
   float* out = m.out.floats(rows * value_row);
   float *top = m.top.floats(rows), *total = m.total.floats(rows);
-  for (int64_t i = 0; i < rows; ++i) {
-    top[i] = NOTHING;
-    total[i] = 0.0f;
-  }
+  for (int64_t i = 0; i < rows; ++i) top[i] = NOTHING, total[i] = 0.0f;
   std::memset(out, 0, static_cast<size_t>(rows * value_row) * 4);
   for (int64_t first = work.low / PANEL * PANEL; first < work.high; first += work.chunk) {
     work.begin_chunk(first);
-    for (int64_t t = 0; t < item.count; ++t) {
-      const Tile& tile = item.tiles[t];
+    for (int64_t t = work.tiles_begin; t < work.tiles_end; ++t) {
+      const Tile& tile = work.it.tiles[t];
       if (!work.find_runs(tile)) continue;
       work.find_groups(tile);
       const int64_t number = tile.row_end - tile.row, groups = work.groups_of_run;
@@ -450,26 +505,19 @@ inline void forward_item(const TilesCall& c, const Item& item) {
         const int64_t end_row = end_group * ROWS < number ? end_group * ROWS : number;
         for (int64_t i = g * ROWS; i < end_row; ++i) {  // a row of scores is in the first cache
           float* line = work.scores + (i - g * ROWS) * work.score_row;
-          const int64_t at = tile.row - work.row0 + i;
+          const int64_t at = work.at(tile, i);
           Vec most = all(NOTHING);
           for (size_t r = 0; r < m.runs.size(); ++r) {
             const Rows& hull = m.groups[r * groups + i / ROWS];
             for (int64_t j = hull.low; j < hull.high; j += W) most = larger(load(line + j), most);
           }
           const float before = top[at], here = largest(most), now = here > before ? here : before;
-          if (now == NOTHING) {
-            for (size_t r = 0; r < m.runs.size(); ++r) {
-              const Rows& hull = m.groups[r * groups + i / ROWS];
-              for (int64_t j = hull.low; j < hull.high; j += W) store(line + j, Vec{});
-            }
-            continue;
-          }
           float added = 0.0f;
           for (size_t r = 0; r < m.runs.size(); ++r) {
             const Rows& hull = m.groups[r * groups + i / ROWS];
-            added += powers(line, hull, now);
+            added += powers(line, hull, now == NOTHING ? 0.0f : now);
             if (c.dropout > 0.0f) {
-              const uint32_t hash = work.hash_of_row(tile.row + i);
+              const uint32_t hash = work.hash_of_row(work.query_of(tile, i));
               for (int64_t j = hull.low; j < hull.high; j += W)
                 store(line + j, load(line + j) * work.kept(hash, first + j));
             }
@@ -487,8 +535,9 @@ inline void forward_item(const TilesCall& c, const Item& item) {
             const Rows& hull = m.groups[r * groups + n];
             if (hull.low >= hull.high) continue;
             const int64_t first_row = n * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
-            work.add_values(rows_here, work.scores + (first_row - g * ROWS) * work.score_row, hull.low, hull.high,
-                            out + (tile.row - work.row0 + first_row) * value_row);
+            work.add_to(tile, first_row, rows_here, value_row, out, [&](float* to) {
+              work.add_values(rows_here, work.scores + (first_row - g * ROWS) * work.score_row, hull.low, hull.high, to);
+            });
           }
       }
     }
@@ -514,11 +563,13 @@ inline void forward_item(const TilesCall& c, const Item& item) {
 inline void find_items(const TilesCall& c, int64_t rows, std::vector<Item>& items) {
   for (int64_t b = 0; b < c.batch; ++b)
     for (int64_t h = 0; h < c.heads; ++h) {
+      for (int64_t row = 0; c.block > 0 && row < c.length; row += CHOOSING)
+        items.push_back({b, h, row, row + CHOOSING < c.length ? row + CHOOSING : c.length, nullptr, 0});
       const Tile* tiles = c.tiles + b * c.tile_batch + h * c.tile_head;
       for (int64_t t = 0; t < c.tile_count;) {
         const int64_t first = t;
         for (++t; t < c.tile_count && tiles[t].row_end - tiles[first].row <= rows;) ++t;
-        items.push_back({b, h, tiles + first, t - first});
+        items.push_back({b, h, tiles[first].row, tiles[t - 1].row_end, tiles + first, t - first});
       }
     }
 }
@@ -535,8 +586,7 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
   TileWork work(c, item, m);
   const int64_t rows = work.rows, width_row = work.width_row, value_row = work.value_row, chunk = work.chunk;
   work.value_panels = m.value_panels.floats(chunk * c.values);
-  work.direct_keys = c.k.kind == FLOAT32 && c.width % W == 0;
-  if (!work.direct_keys) work.copied_keys = m.keys.floats(chunk * width_row);
+  if (!whole_vectors(c.k, c.width)) work.copied_keys = m.keys.floats(chunk * width_row);
   float *grad = m.grad.floats(rows * value_row), *dq = m.dq.floats(rows * width_row);
   float *inner = m.inner.floats(rows), *slopes = m.gradients.floats(MOST_ROWS * work.score_row);
   float* slope = c.cap > 0.0f ? m.slopes.floats(MOST_ROWS * work.score_row) : nullptr;
@@ -559,33 +609,29 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
   for (int64_t first = work.low / PANEL * PANEL; first < work.high; first += chunk) {
     work.begin_chunk(first);
     float *dk = d.dk + (head_keys + first) * d.dk_row, *dv = d.dv + (head_keys + first) * d.dv_row;
-    for (int64_t t = 0; t < item.count; ++t) {
-      const Tile& tile = item.tiles[t];
+    for (int64_t t = work.tiles_begin; t < work.tiles_end; ++t) {
+      const Tile& tile = work.it.tiles[t];
       if (!work.find_runs(tile)) continue;
       work.find_groups(tile);
-      const int64_t number = tile.row_end - tile.row, groups = work.groups_of_run, at = tile.row - work.row0;
+      const int64_t number = tile.row_end - tile.row, groups = work.groups_of_run;
+      const float *queries = work.tile_q, *tile_grad = work.rows_of(tile, grad, value_row, m.tile_grad);
       work.write_scores(tile, 0, groups, slope);
-      const bool is_whole = !d.part && c.ranges[tile.range].first >= first && c.ranges[tile.range_end - 1].end <= first + chunk;
-      for (int64_t i = 0; i < number; ++i) products[i] = is_whole ? 0.0f : inner[at + i];
+      const bool is_whole = !d.part && work.places == nullptr && work.ranges[tile.range].first >= first &&
+                            work.ranges[tile.range_end - 1].end <= first + chunk;
+      for (int64_t i = 0; i < number; ++i) products[i] = is_whole ? 0.0f : inner[work.at(tile, i)];
       for (size_t r = 0; r < m.runs.size(); ++r) {
         const Run& run = m.runs[r];
-        for (int64_t p = run.low; p < run.high; p += PANEL) {  // dP = dO V^T
-          const float* panel = nullptr;
-          for (int64_t g = 0; g < groups; ++g) {
-            const Rows& hull = m.groups[r * groups + g];
-            if (hull.high <= p || hull.low >= p + PANEL) continue;
-            if (panel == nullptr) panel = work.value_panel(p / PANEL);
-            const int64_t first_row = g * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
-            work.half_panels(hull, p, rows_here, c.values, grad + (at + first_row) * value_row, value_row, panel,
-                             slopes + first_row * work.score_row, work.score_row);
-          }
-        }
+        work.each_panel(run, r * groups, 0, groups, number, [&](int64_t p) { return work.value_panel(p); },
+                        [&](int64_t top_row, int64_t some, const Rows& hull, int64_t p, const float* panel) {  // dP = dO V^T
+          work.half_panels(hull, p, some, c.values, tile_grad + top_row * value_row, value_row, panel,
+                           slopes + top_row * work.score_row, work.score_row);
+        });
         for (int64_t i = 0; i < number; ++i) {  // P and dP, in place of scores and dO V^T
           const Rows& hull = m.groups[r * groups + i / ROWS];
           float *line = work.scores + i * work.score_row, *slope_line = slopes + i * work.score_row;
-          const float top = sums[2 * (at + i)], total = sums[2 * (at + i) + 1];
+          const float *of_row = sums + 2 * work.at(tile, i), top = of_row[0], total = of_row[1];
           const float share = total > 0.0f ? 1.0f / total : 0.0f;
-          const uint32_t hash = c.dropout > 0.0f ? work.hash_of_row(tile.row + i) : 0;
+          const uint32_t hash = c.dropout > 0.0f ? work.hash_of_row(work.query_of(tile, i)) : 0;
           Vec added = {};
           for (int64_t j = hull.low; j < hull.high; j += W) {
             const Vec weight = exp2(load(line + j) - top) * share;
@@ -603,8 +649,7 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
         if (d_numbers != nullptr) std::memset(d_numbers, 0, static_cast<size_t>(run.high - run.low + number + W) * 4);
         int64_t run_low = run.high, run_high = run.low;
         for (int64_t g = 0; g < groups; ++g) {
-          const Rows& hull = m.groups[r * groups + g];
-          if (hull.low >= hull.high) continue;
+          const Rows& hull = m.groups[r * groups + g];  // an empty one is [run.high, run.low)
           if (hull.low < run_low) run_low = hull.low;
           if (hull.high > run_high) run_high = hull.high;
         }
@@ -614,7 +659,7 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
           float *line = work.scores + i * work.score_row, *slope_line = slopes + i * work.score_row;
           const int64_t low = hull.low < hull.high ? hull.low : run_high, high = hull.low < hull.high ? hull.high : run_high;
           for (int64_t j = run_low; j < low; j += W) store(line + j, Vec{}), store(slope_line + j, Vec{});
-          const uint32_t hash = c.dropout > 0.0f ? work.hash_of_row(tile.row + i) : 0;
+          const uint32_t hash = c.dropout > 0.0f ? work.hash_of_row(work.query_of(tile, i)) : 0;
           for (int64_t j = low; j < high; j += W) {
             const Vec weight = load(line + j);
             store(slope_line + j, weight * (load(slope_line + j) - products[i]) * LN2);  // queries have log2 e
@@ -634,20 +679,18 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
             for (int64_t j = low; j < high; j += W)
               store(slope_line + j, load(slope_line + j) * load(slope + i * work.score_row + j));
         }
+        const int64_t begin = first + run.low - (tile.row_end - 1) - c.first_offset, n = run.high - run.low + number - 1;
         if (d_numbers != nullptr) {
           float* to = d.d_numbers + (item.batch * c.heads + item.head) * c.number_count;
-          const int64_t begin = first + run.low - (tile.row_end - 1) - c.first_offset, n = run.high - run.low + number - 1;
           for (int64_t o = 0; o < n; ++o)
             if (begin + o >= 0 && begin + o < c.number_count) to[begin + o] += d_numbers[o] * LOG2E;
         }
         if (c.vectors != nullptr) {
-          const int64_t begin = first + run.low - (tile.row_end - 1) - c.first_offset, n = run.high - run.low + number - 1;
           if (m.runs.size() > 1) work.copy_vectors(tile, run);  // write_scores left those of the last run
-          product(number, width_row, n, d_products, work.offset_row, 1, work.vectors, width_row, dq + at * width_row,
-                  width_row, true);
+          product(number, width_row, n, d_products, work.offset_row, 1, work.vectors, width_row,
+                  dq + work.at(tile, 0) * width_row, width_row, true);
           if (d.d_vectors != nullptr) {
-            product(n, width_row, number, d_products, 1, work.offset_row, work.q + at * width_row, width_row,
-                    d_vectors, width_row, false);
+            product(n, width_row, number, d_products, 1, work.offset_row, queries, width_row, d_vectors, width_row, false);
             float* to = d.d_vectors + (item.batch * c.heads + item.head) * c.number_count * c.width;
             for (int64_t o = 0; o < n; ++o)
               if (begin + o >= 0 && begin + o < c.number_count)
@@ -666,10 +709,10 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
           if (first_group == groups) continue;
           const int64_t top_row = first_group * ROWS, keys_here = end - j < ROWS ? end - j : ROWS;
           const int64_t end_row = (last_group + 1) * ROWS < number ? (last_group + 1) * ROWS : number;
-          const int64_t from = top_row * work.score_row + j, row = at + top_row;
-          product(keys_here, value_row, end_row - top_row, work.scores + from, 1, work.score_row, grad + row * value_row,
-                  value_row, dv + j * d.dv_row, d.dv_row, true);
-          product(keys_here, width_row, end_row - top_row, slopes + from, 1, work.score_row, work.q + row * width_row,
+          const int64_t from = top_row * work.score_row + j;
+          product(keys_here, value_row, end_row - top_row, work.scores + from, 1, work.score_row,
+                  tile_grad + top_row * value_row, value_row, dv + j * d.dv_row, d.dv_row, true);
+          product(keys_here, width_row, end_row - top_row, slopes + from, 1, work.score_row, queries + top_row * width_row,
                   width_row, dk + j * d.dk_row, d.dk_row, true);
         }
         int64_t distance;
@@ -679,8 +722,10 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
           if (hull.low >= hull.high) continue;
           const int64_t last = hull.high < end ? hull.high : end;
           const int64_t first_row = g * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
-          product(rows_here, width_row, last - hull.low, slopes + first_row * work.score_row + hull.low, work.score_row,
-                  1, keys + hull.low * distance, distance, dq + (at + first_row) * width_row, width_row, true);
+          work.add_to(tile, first_row, rows_here, width_row, dq, [&](float* to) {
+            product(rows_here, width_row, last - hull.low, slopes + first_row * work.score_row + hull.low, work.score_row, 1,
+                    keys + hull.low * distance, distance, to, width_row, true);
+          });
         }
       }
     }
@@ -698,11 +743,7 @@ inline bool neighbours_only(const TilesCall& c, const std::vector<Item>& items) 
   };
   for (size_t n = items.size(); n-- > 0;) {
     if (same_head(n, n + 1)) lows[n] = lows[n + 1];
-    for (int64_t t = 0; t < items[n].count; ++t)
-      for (int32_t r = items[n].tiles[t].range; r < items[n].tiles[t].range_end; ++r) {
-        if (c.ranges[r].first < lows[n]) lows[n] = c.ranges[r].first;
-        if (c.ranges[r].end > highs[n]) highs[n] = c.ranges[r].end;
-      }
+    for (int64_t t = 0; t < items[n].count; ++t) add_keys(items[n].tiles[t], c.ranges, lows[n], highs[n]);
   }
   for (size_t n = 0; n < items.size(); ++n)
     if (same_head(n, n + 2) && lows[n + 2] < highs[n]) return false;
@@ -714,7 +755,7 @@ inline bool neighbours_only(const TilesCall& c, const std::vector<Item>& items) 
 inline void tiles_backward(const TilesCall& c, const TilesGradients& d, const Pool& pool) {
   const int64_t repeats = c.heads / c.groups;
   std::vector<Item> items;
-  if (d.d_numbers != nullptr || d.d_vectors != nullptr || (repeats > 1 && c.tile_head != 0)) {
+  if (c.block > 0 || d.d_numbers != nullptr || d.d_vectors != nullptr || (repeats > 1 && c.tile_head != 0)) {
     find_items(c, c.length, items);
   } else {
     for (int64_t rows = SEGMENT;; rows *= 2) {
@@ -729,7 +770,7 @@ inline void tiles_backward(const TilesCall& c, const TilesGradients& d, const Po
     const Item first = items[i];
     for (size_t place = 0; i < items.size() && items[i].batch == first.batch &&
                            items[i].head / repeats == first.head / repeats; ++i, ++place) {
-      if (place > 0 && items[i].head != items[i - 1].head) place = 0;
+      if (place > 0 && (c.block > 0 || items[i].head != items[i - 1].head)) place = 0;
       if (place == places.size()) places.emplace_back();
       places[place].push_back(items[i]);
     }

@@ -96,31 +96,12 @@ inline Ints counting() {
   return i;
 }
 
-inline Ints bits(Vec v) {
-  Ints i;
-  std::memcpy(&i, &v, sizeof i);
-  return i;
-}
-
-inline Vec from_bits(Ints i) {
-  Vec v;
-  std::memcpy(&v, &i, sizeof v);
-  return v;
-}
-
 typedef uint32_t Words __attribute__((vector_size(W * 4)));
 
-inline Ints from_words(Words x) {
-  Ints i;
-  std::memcpy(&i, &x, sizeof i);
-  return i;
-}
-
-inline Words words(Vec v) {
-  Words x;
-  std::memcpy(&x, &v, sizeof x);
-  return x;
-}
+inline Ints bits(Vec v) { return reinterpret_cast<Ints>(v); }
+inline Vec from_bits(Ints i) { return reinterpret_cast<Vec>(i); }
+inline Words words(Vec v) { return reinterpret_cast<Words>(v); }
+inline Ints from_words(Words x) { return reinterpret_cast<Ints>(x); }
 
 // 2^x for x < 128; 0 from -126 down, and for minus infinity. The relative error is about 1e-7.
 __attribute__((always_inline)) inline Vec exp2(Vec x) {
@@ -214,6 +195,9 @@ inline void read_row(const Tokens& x, int64_t offset, int64_t n, int64_t padded,
   }
   for (int64_t i = n; i < padded; ++i) to[i] = 0.0f;
 }
+
+// Whether rows of tokens are whole vectors of float32, which are read and written where they are.
+inline bool whole_vectors(const Tokens& x, int64_t n) { return x.kind == FLOAT32 && n % W == 0; }
 
 inline void write_row(const Tokens& x, int64_t offset, int64_t n, float factor, const float* from) {
   if (x.kind == FLOAT32) {

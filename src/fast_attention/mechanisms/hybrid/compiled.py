@@ -124,7 +124,7 @@ def _call(
     number, offset = number_of(map)
     place = [near.block_size, near.before, near.after, int(is_causal), number]
     tokens, factor = (four_axes(x) for x in (q, k, v)), float(q.shape[-1] ** -0.5)
-    return [*tokens, seen, summed, ends, *terms, *plan, *weights, first, factor, place, offset]
+    return [*tokens, seen, summed, ends, *terms, plan.tiles, plan.ranges, *weights, first, factor, place, offset]
 
 
 class _Sizes:

@@ -75,7 +75,7 @@ def _tiles_beside(length: int, keys: int, size: int, start: int, is_causal: bool
         if not is_causal or start + block > 0:  # nothing is before the first block
             own.append([other + block, other + block + size, -tiles.FAR, tiles.FAR, 0, 1])
         rows += [[row, min(row + step, block + size), first, len(own)] for row in range(block, block + size, step)]
-    return tiles.Plan(*(torch.tensor(x, dtype=torch.int32) for x in ([[rows]], own)))
+    return tiles.Plan(torch.tensor([[rows]], dtype=torch.int32), torch.tensor(own, dtype=torch.int32))
 
 
 def _plan(q: Tensor, k: Tensor, *, size: int, start: int, is_causal: bool) -> tiles.Plan:

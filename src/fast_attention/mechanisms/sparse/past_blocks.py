@@ -1,7 +1,8 @@
-"""Causal softmax over blocks that every query chooses for itself, in plain differentiable operations.
+"""Causal softmax over blocks that every query chooses for itself.
 
-The queries that chose a block are gathered, padded to tiles of ``ROWS`` queries and multiplied with that block, as
-MoBA's code does (arXiv 2502.13189, algorithm 1): how many tiles there are at most depends on sizes alone.
+The queries that chose a block are gathered and multiplied with that block, as MoBA's code does (arXiv 2502.13189,
+algorithm 1). The core adds up a query's sums over its blocks. The reference, in plain differentiable operations, pads
+to tiles of ``ROWS`` queries: how many there are at most depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -13,11 +14,33 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fast_attention.engine import masks
+from fast_attention.engine import masks, tiles
 from fast_attention.engine.blocks import join, positions, smaller, split, split_mask
+from fast_attention.engine.operation import like_queries
+from fast_attention.engine.precision import in_float32
 from fast_attention.mechanisms.sparse.reference import take
 
 ROWS = 64  # queries of a tile
+
+
+def chosen_softmax(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    choices: Int[Tensor, "*batch length choices"],
+    key_mask: Bool[Tensor, "*#batch2 keys"],
+    sinks: Float[Tensor, "heads"] | None = None,
+    *,
+    size: int,
+    start: int,
+    scale: float,
+) -> Float[Tensor, "*batch length values"]:
+    """Softmax of each query, the first at position ``start`` and the last the last key, over the past blocks of its
+    ``choices`` (-1 names none) and, causally, over the block that it stands in.
+
+    A query that sees nothing gets zeros. With ``sinks`` normalisers are larger by ``e^sink``.
+    """
+    return _OPERATION(q, k, v, key_mask, None, None, sinks, choices, size=size, start=start, scale=scale)
 
 
 class Tiles(NamedTuple):
@@ -73,22 +96,11 @@ class Tiles(NamedTuple):
         return out.masked_fill(~self.named[..., None], 0.0)
 
 
-def chosen_softmax(
-    q: Float[Tensor, "*batch length width"],
-    k: Float[Tensor, "*batch keys width"],
-    v: Float[Tensor, "*batch keys values"],
-    choices: Int[Tensor, "*batch length choices"],
-    key_mask: Bool[Tensor, "*#batch2 keys"],
-    sinks: Float[Tensor, "heads"] | None = None,
-    *,
-    size: int,
-    start: int,
-    scale: float,
-) -> Float[Tensor, "*batch length values"]:
-    """Softmax of each query, the first at position ``start``, over the past blocks of its ``choices`` (-1 names none)
-    and, causally, over the block that it stands in. A query that sees nothing gets zeros. With ``sinks`` normalisers
-    are larger by ``e^sink``.
-    """
+@in_float32
+def _chosen_softmax(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: None, vectors: None, sinks: Tensor | None,
+    choices: Tensor, *, size: int, start: int, scale: float,
+) -> Tensor:  # fmt: skip
     length, number = choices.shape[-2:]
     lead, first, front = q.shape[:-2], start // size, start % size
     keys, values = split(k, size), split(v, size)
@@ -101,39 +113,33 @@ def chosen_softmax(
     if number == 0:
         weights, far = masks.masked_softmax(scores, near, sinks), 0.0
     else:
-        tiles = Tiles.of(choices, keys.shape[-3])
-        far_scores = tiles.scores(scale * q, keys)
-        seen_keys = tiles.named[..., None] & take(visible[..., None], choices.clamp(min=0))[..., 0].flatten(-3, -2)
+        gathered = Tiles.of(choices, keys.shape[-3])
+        far_scores = gathered.scores(scale * q, keys)
+        seen_keys = gathered.named[..., None] & take(visible[..., None], choices.clamp(min=0))[..., 0].flatten(-3, -2)
         sight = torch.cat([near, seen_keys.unflatten(-2, (-1, number)).flatten(-2)], -1)
         far_scores = far_scores.unflatten(-2, (-1, number)).flatten(-2)
         weights = masks.masked_softmax(torch.cat([scores, far_scores], -1), sight, sinks)
-        far = tiles.outputs(weights[..., size:].unflatten(-1, (number, size)).flatten(-3, -2), values)
+        far = gathered.outputs(weights[..., size:].unflatten(-1, (number, size)).flatten(-3, -2), values)
         far = far.unflatten(-2, (-1, number)).sum(-2)
     weights = split(pad(weights[..., :size], (0, 0, front, 0)), size)
     return join(weights @ values[..., first:, :, :], front + length)[..., front:, :] + far
 
 
-def masked(
-    q: Float[Tensor, "*batch length width"],
-    k: Float[Tensor, "*batch keys width"],
-    v: Float[Tensor, "*batch keys values"],
-    choices: Int[Tensor, "*batch length choices"],
-    key_mask: Bool[Tensor, "*#batch2 keys"],
-    sinks: Float[Tensor, "heads"] | None = None,
-    *,
-    size: int,
-    start: int,
-    scale: float,
-) -> Float[Tensor, "*batch length values"]:
-    """``chosen_softmax`` by the scores of all keys, for few queries: no block is gathered."""
-    blocks, own = -(-k.shape[-2] // size), (torch.arange(q.shape[-2], device=q.device) + start) // size
-    chosen = (torch.arange(blocks + 1, device=q.device) == own[:, None]).expand(*choices.shape[:-1], -1)
-    chosen = chosen.scatter(-1, choices.masked_fill(choices < 0, blocks), True)[..., :-1]
-    seen = chosen.repeat_interleave(size, -1)[..., : k.shape[-2]] & key_mask[..., None, :]
-    seen = seen & masks.causal(q.shape[-2], k.shape[-2], q.device)
-    return masks.masked_softmax(scale * q @ k.mT, seen, sinks) @ v
-
-
 def rows_of(x: Tensor, index: Int[Tensor, "*batch taken"]) -> Tensor:
     """Whole tokens (*batch, n, E) at (*batch, taken)."""
     return take(x[..., None, :], index)[..., 0, :]
+
+
+def _plan(q: Tensor, k: Tensor, choices: Tensor, *, size: int, start: int) -> tiles.Plan:
+    return tiles.Plan.of_choices(choices, size)
+
+
+_OPERATION = tiles.operation(
+    _chosen_softmax,
+    _plan,
+    path="softmax in tiles of gathered queries",
+    name="softmax in tiles of gathered queries",
+    why="every query reads a few blocks of its past",
+    sizes=lambda *tensors, **settings: {"choices": tensors[7].shape[-1]},
+    empty=like_queries,
+)

@@ -27,8 +27,8 @@ from fast_attention.engine.operation import Operation
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.sparse.fast_past_blocks import chosen_softmax
 from fast_attention.mechanisms.sparse.gathered import gathered_softmax
+from fast_attention.mechanisms.sparse.past_blocks import chosen_softmax
 from fast_attention.traits import FLEX
 from fast_attention.value import at_least
 
@@ -41,7 +41,7 @@ class SelectedState(NamedTuple):
     alive: Bool[Tensor, "*batch 1 blocks"]
 
 
-SCORES = 2**18  # of some queries and all blocks that are held at one time, 2 MiB
+SCORES = 2**16  # of some queries and all blocks that are held at one time, half a MiB
 NEVER = float("-inf")
 
 
