@@ -143,7 +143,7 @@ def test_parts_behind_a_state_are_the_whole_and_one_token_is_one_kernel(normaliz
     chunks, token = f"{trace.KERNEL}: chunks side by side", f"{trace.KERNEL}: one token"
     assert paths == [chunks, token, token, "plain operations", chunks]
     assert state is not None
-    summary = mechanism.summary(k, v, w, key_mask=key_mask)
+    summary = mechanism.summarise_keys(k, v, w, key_mask=key_mask)
     assert_near(state.log_decay, summary.log_decay.detach().double(), 1e-5)
     assert_near(state.k, (summary.k * summary.log_scale.exp()).detach().double(), 2e-6)
 

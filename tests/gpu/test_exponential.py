@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import FavorPlus, FavorPlusPlus, LearnedFeatures, attention, explain
+from fast_attention import Favor, FavorPlus, FavorPlusPlus, LearnedFeatures, attention, explain
 from fast_attention.engine import trace
-from fast_attention.feature_maps.features import Relu
 from fast_attention.functional import implementation
 from fast_attention.gpu.configurations import EXPONENTIAL, WIDEST_PROJECTED, exponential
 from fast_attention.gpu.exponential import operations, plain
@@ -302,7 +301,7 @@ def test_calls_say_what_ran_and_refuse_what_cannot() -> None:
     wide = [torch.randn(1, 1, 20, n) for n in (WIDEST_PROJECTED + 1, WIDEST_PROJECTED + 1, 4)]
     refused: list[tuple[Any, str]] = [
         ((*wide, FavorPlus(num_features=20)), f"heads of more than {WIDEST_PROJECTED} numbers"),
-        ((q, k, v, FavorPlus(num_features=20, kernel=Relu())), "no Triton kernel ran"),
+        ((q, k, v, Favor(num_features=20)), "no Triton kernel ran"),
     ]
     for given, words in refused:
         with pytest.raises(NotImplementedError, match=words):

@@ -150,7 +150,7 @@ def test_parts_behind_a_pool_are_the_whole() -> None:
     assert_near(torch.cat(parts, -2), whole.detach().double(), 1e-6)
     assert all(path.startswith(trace.KERNEL) for path in paths)
     assert state is not None
-    summary = mechanism.summary(k, v, (), key_mask=mask)
+    summary = mechanism.summarise_keys(k, v, (), key_mask=mask)
     for mine, right in zip(state, summary, strict=True):
         assert_near(mine, right.detach().double(), 2e-6)
     grad = torch.randn_like(whole)

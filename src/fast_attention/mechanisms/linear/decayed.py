@@ -190,7 +190,10 @@ _further = Operation(
 _both_ways = Operation(
     both_ways,
     cpu=Fast(_by_core, None, serves=_against, even=3),
-    cuda=Fast(decayed_gpu.attend, None, serves=partial(decayed_gpu.serves, is_causal=False), halves=True),
+    cuda=Fast(
+        partial(decayed_gpu.attend, is_causal=False), None, serves=partial(decayed_gpu.serves, is_causal=False),
+        halves=True,
+    ),
     compute=torch.float32,
     path="blocks side by side",
     sizes=lambda *tensors, **settings: {"block": decayed_sums.BLOCK},
