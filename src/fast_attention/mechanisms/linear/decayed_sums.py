@@ -2,8 +2,7 @@
 
 Blocks of ``BLOCK`` tokens side by side: a masked product inside each, the decayed prefix of the blocks' states across
 them. Every exponent that is taken is at most zero; logarithms are summed in float64, where millions of tokens lose
-nothing. Decays are (..., L, 1), or (..., L, C), one for
-each feature of the keys.
+nothing. Decays are (..., L, 1), or (..., L, C), one for each feature of the keys.
 
 Scores of tokens whose features each decay by themselves (GLA, Yang et al. 2023): no exponent above zero is taken.
 

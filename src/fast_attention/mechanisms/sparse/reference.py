@@ -57,7 +57,7 @@ def _banded(
         mask = masks.merge(full[..., rows[:, :, None], columns[:, None, :]], mask, q.dtype)
     queries = slices(q, block=block, keys_left=0, keys_right=0, number=number, start=-front)
     if numbers is not None:
-        # a tile has the offsets 1 - behind - block to span - behind - 1; beyond those of the terms nothing is seen
+        # a tile has offsets 1 - keys_left - block to span - keys_left - 1; beyond those of the terms nothing is seen
         missing = (keys_left + block - 1 - before, span - keys_left - 1 + before - (numbers.shape[-1] - 1))
         numbers = pad(numbers, missing)
         vectors = None if vectors is None else pad(vectors, (0, 0, *missing))
