@@ -13,7 +13,7 @@ from fast_attention.engine import trace
 from fast_attention.feature_maps.features import Custom, EluPlusOne, Identity, Quadratic
 from fast_attention.functional import decayed_linear_attention, linear_attention
 from fast_attention.mechanisms.linear import compiled
-from fast_attention.nn.positions import rotate
+from fast_attention.nn.positions import Rotary, rotate_by
 from tests.cases import bind, qkv, some_keys
 
 
@@ -66,8 +66,9 @@ def test_retention_is_its_parallel_form_with_the_published_decays() -> None:
     heads, length, width = 8, 70, 16
     q, k, v = qkv(length, heads=heads, width=width)
     published = [31 / 32, 63 / 64, 127 / 128, 255 / 256, 511 / 512, 1023 / 1024, 2047 / 2048, 4095 / 4096]
-    q, k = rotate(q, 0), rotate(k, 0)
     t = torch.arange(length, dtype=torch.float64)
+    sin_cos = Rotary().sin_cos(t, width)
+    q, k = rotate_by(q, sin_cos), rotate_by(k, sin_cos)
     rows = []
     for head, gamma in enumerate(published):
         decay = torch.where(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as exact
 
 from fast_attention import Attention, MultiheadAttention, Rotary, TokenMixer, Unsupported, decoding
-from fast_attention.nn.positions import rotate, rotate_by
+from fast_attention.nn.positions import rotate_by
 from tests.cases import DEFAULTS, KINDS
 
 ATTENTIONS: list[Any] = [mechanism for mechanism in DEFAULTS if isinstance(mechanism, Attention)]
@@ -282,7 +282,6 @@ MISTAKES: list[tuple[Any, str]] = [
     (lambda: placed(torch.arange(4)), r"positions has shape \(4,\).*\(1, 3\)"),
     (lambda: placed(torch.zeros(2, 3).long()), r"positions has shape \(2, 3\).*\(1, 3\)"),
     (lambda: placed(torch.rand(3)), "whole numbers.*float32"),
-    (lambda: rotate(torch.randn(2, 3)), "odd"),
 ]  # fmt: skip
 
 

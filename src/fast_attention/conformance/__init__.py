@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fast_attention.conformance import independence, layouts, promises, robustness, threads, whole_model
+from fast_attention.conformance import independence, promises, robustness, threads, whole_model
 from fast_attention.conformance.finding import Finding as Finding
 from fast_attention.conformance.finding import Law as Law
 from fast_attention.conformance.under_test import AttentionUnderTest as AttentionUnderTest
@@ -48,7 +48,7 @@ LAWS: tuple[Law, ...] = (
     robustness.backward_autocast,
     robustness.repeats,
     robustness.untouched,
-    layouts.layouts,
+    robustness.layouts,
     threads.threads,
     robustness.saved,
     robustness.compiled,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -23,6 +26,19 @@ class Finding:
     law: str = ""
 
 
+Breaches = Iterable[tuple[float, str]]
+
+
+class NotClaimed(Exception):
+    """Raised by a law that is about something which the subject does not promise."""
+
+
+def claims(promised: Any, otherwise: str) -> None:
+    """Raise ``NotClaimed`` unless the subject promises what a law is about."""
+    if not promised:
+        raise NotClaimed(otherwise)
+
+
 @dataclass(frozen=True)
 class Law:
     """A law with its name: a function from a subject and a device to a finding."""
@@ -34,6 +50,8 @@ class Law:
         """Judge the subject; an attention that raises where the law calls it breaks the law."""
         try:
             finding = self.evaluate(subject, device)
+        except NotClaimed as error:
+            finding = Finding("not claimed", detail=str(error))
         except (Exception, SystemExit) as error:
             lines = str(error).strip().splitlines()
             detail = f"raised {type(error).__name__}: {lines[0] if lines else ''}"[:200]
@@ -41,19 +59,29 @@ class Law:
         return replace(finding, law=self.name)
 
 
-def law(name: str) -> Callable[[Callable[[Any, str], Finding]], Law]:
-    """Make a law of a function ``(subject, device) -> Finding``."""
-    return lambda evaluate: Law(name, evaluate)
+def law(name: str, limit: float | None = None) -> Callable[[Callable[[Any, str], Finding | Breaches]], Law]:
+    """Make a law of a function ``(subject, device)`` that gives its finding, or every breach and its place.
+
+    The largest of the breaches must not exceed ``limit``, or else rounding in the subject's dtype.
+    """
+
+    def make(measured: Callable[[Any, str], Finding | Breaches]) -> Law:
+        @functools.wraps(measured)
+        def evaluate(subject: Any, device: str) -> Finding:
+            result = measured(subject, device)
+            if isinstance(result, Finding):
+                return result
+            size, at = max(((x if x == x else math.inf, at) for x, at in result), key=itemgetter(0), default=(0.0, ""))
+            return judged(size, rounding(subject.dtype) if limit is None else limit, at if size else "")
+
+        return Law(name, evaluate)
+
+    return make
 
 
 def judged(size: float, limit: float, detail: str = "") -> Finding:
     """Kept where ``size <= limit``; NaN breaks every law."""
     return Finding("kept" if size <= limit else "broken", size, limit, detail)
-
-
-def unclaimed(detail: str) -> Finding:
-    """The finding where the subject does not promise what the law is about."""
-    return Finding("not claimed", detail=detail)
 
 
 def moved(after: Tensor, before: Tensor) -> float:
@@ -63,6 +91,11 @@ def moved(after: Tensor, before: Tensor) -> float:
     change = (after.detach() - before.detach()).abs().max().item()
     rms = before.detach().square().mean().sqrt().item()
     return change / max(rms, 1e-30) if change == change and change != float("inf") else float("inf")
+
+
+def all_moved(after: Iterable[Tensor], before: Iterable[Tensor]) -> float:
+    """The largest change among several tensors."""
+    return max((moved(a, b) for a, b in zip(after, before, strict=True)), default=0.0)
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""Laws of robustness: any length, any scale, low precision, gradients, and a caller's tensors left alone."""
+"""Laws of robustness: any length, scale and layout, low precision, gradients, and a caller's tensors left alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.conformance.finding import Finding, judged, law, moved, rounding, unclaimed
+from fast_attention.conformance.finding import Breaches, Finding, all_moved, claims, judged, law, moved, rounding
 from fast_attention.conformance.independence import padding_masks
-from fast_attention.conformance.under_test import AttentionUnderTest
+from fast_attention.conformance.under_test import AttentionUnderTest, weights_of, with_gradients
 
 LENGTHS = (1, 2, 3, 7, 16, 31, 63, 64, 65, 97)
 SMALLEST = 2.0**-149  # the smallest number of float32
@@ -95,7 +95,7 @@ def gradients(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
 def _slope(subject: AttentionUnderTest, module: Any, is_causal: bool, device: str) -> Finding:
     """The finding about one random direction of all inputs and weights."""
     inputs = [x.double().requires_grad_() for x in subject.draw(subject.length, batch=1, device=device)]
-    leaves = [*inputs, *_weights(module)]
+    leaves = [*inputs, *weights_of(module)]
     generator = torch.Generator().manual_seed(2)
     directions = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in leaves]
     out = subject.call(module, tuple(inputs), is_causal, None)
@@ -125,14 +125,9 @@ def _slope(subject: AttentionUnderTest, module: Any, is_causal: bool, device: st
     return judged(error / scale, 1e-6, detail)
 
 
-def _weights(module: Any) -> list[Tensor]:
-    return [w for w in module.parameters() if w.requires_grad] if isinstance(module, nn.Module) else []
-
-
-@law("low precision")
-def precision(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+@law("low precision", 1.0)
+def precision(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
     """In bfloat16 and float16 the error is little more than rounding the output, and the dtype is kept."""
-    worst, at = 0.0, ""
     for dtype in (torch.bfloat16, torch.float16):
         module = subject.built(dtype=dtype, device=device)
         exact = copy.deepcopy(module).double() if isinstance(module, nn.Module) else module
@@ -140,31 +135,30 @@ def precision(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
         for is_causal in subject.modes:
             low = subject.call(module, inputs, is_causal, None)
             high = subject.call(exact, tuple(x.double() for x in inputs), is_causal, None)
-            error = (low.double() - high).square().mean().sqrt() / high.square().mean().sqrt()
-            size = float(error.detach()) / torch.finfo(dtype).eps
-            size = size if size == size and low.dtype == dtype else float("inf")
-            if size > worst:
-                worst, at = size, f"in units of {dtype}'s eps, is_causal={is_causal}"
-    return judged(worst, 1.0, at)
+            size = _relative_rms(low, high) / torch.finfo(dtype).eps if low.dtype == dtype else float("inf")
+            yield size, f"in units of {dtype}'s eps, {is_causal=}"
 
 
-@law("autocast")
-def autocast(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+def _relative_rms(low: Tensor, high: Tensor) -> float:
+    """The rms of a difference over that of the more exact output."""
+    return float(((low.to(high.dtype) - high).square().mean().sqrt() / high.square().mean().sqrt()).detach())
+
+
+@law("autocast", 2e-2)
+def autocast(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
     """Under autocast to bfloat16 and float16 the outputs stay within 2 % of float32's."""
     module = subject.built(dtype=torch.float32, device=device)
-    inputs, worst = tuple(x.float() for x in subject.draw(subject.length, device=device)), 0.0
+    inputs = tuple(x.float() for x in subject.draw(subject.length, device=device))
     for is_causal in subject.modes:
         plain = subject.call(module, inputs, is_causal, None)
         for dtype in (torch.bfloat16, torch.float16):
             with torch.autocast(torch.device(device).type, dtype):
                 low = subject.call(module, inputs, is_causal, None)
-            size = float(((low.float() - plain).square().mean().sqrt() / plain.square().mean().sqrt()).detach())
-            worst = max(worst, size if size == size else float("inf"))
-    return judged(worst, 2e-2, "relative rms")
+            yield _relative_rms(low, plain), "relative rms"
 
 
-@law("backward inside autocast")
-def backward_autocast(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+@law("backward inside autocast", rounding(torch.float32))
+def backward_autocast(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
     """A backward pass computes as its forward pass did: inside autocast and outside it gives the same gradients.
 
     After a forward pass outside of autocast the backward pass inside only has to succeed: torch then runs the products
@@ -173,22 +167,19 @@ def backward_autocast(subject: AttentionUnderTest, device: str = "cpu") -> Findi
     module, kind = subject.built(dtype=torch.float32, device=device), torch.device(device).type
     length = subject.length if subject.mechanism is None else 97
     inputs = tuple(x.float().requires_grad_() for x in subject.draw(length, batch=1, device=device))
-    weights, worst, at = _weights(module), 0.0, ""
+    leaves = (*inputs, *weights_of(module))
     for is_causal in subject.modes:
         results = []
         for forward, backward in ((False, True), (True, True), (True, False)):
             with torch.autocast(kind, torch.bfloat16, enabled=forward):
                 out = subject.call(module, inputs, is_causal, None).float().square().sum()
             with torch.autocast(kind, torch.bfloat16, enabled=backward):
-                results.append(torch.autograd.grad(out, (*inputs, *weights), allow_unused=True, materialize_grads=True))
-        _, inside, outside = results
-        size = max(moved(a, b) for a, b in zip(inside, outside, strict=True))
-        worst, at = max((worst, at), (size, f"is_causal={is_causal}"))
-    return judged(worst, rounding(torch.float32), at)
+                results.append(torch.autograd.grad(out, leaves, allow_unused=True, materialize_grads=True))
+        yield all_moved(*results[1:]), f"{is_causal=}"
 
 
-@law("determinism")
-def repeats(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+@law("determinism", 0.0)
+def repeats(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
     """Two calls agree to the bit, and so do two instances with the same seed, whatever they were called with before.
 
     Nor does a later call write into what an earlier one returned.
@@ -197,34 +188,58 @@ def repeats(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     inputs, others = (subject.draw(subject.length, seed=seed, device=device) for seed in (0, 1))
     mask = padding_masks(subject.length, inputs[0].device) if subject.padding else None
     outs = [subject.call(module, inputs, is_causal, None) for is_causal in subject.modes]
-    first, worst = [out.detach().clone() for out in outs], 0.0
+    first = [out.detach().clone() for out in outs]
     for i, is_causal in reversed([*enumerate(subject.modes)]):
         subject.call(second, others, is_causal, mask)
         after = (subject.call(each, inputs, is_causal, None) for each in (second, module))
-        worst = max(worst, *(moved(out, first[i]) for out in (*after, outs[i])))
-    return judged(worst, 0.0)
+        yield max(moved(out, first[i]) for out in (*after, outs[i])), f"{is_causal=}"
 
 
-@law("inputs are left alone")
-def untouched(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+@law("inputs are left alone", 0.0)
+def untouched(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
     """The caller's tensors are as they were."""
-    module, worst = subject.built(device=device), 0.0
+    module = subject.built(device=device)
     for is_causal in subject.modes:
         inputs = subject.draw(subject.length, device=device)
         mask = padding_masks(subject.length, inputs[0].device) if subject.padding else None
-        given = inputs if mask is None else (*inputs, mask)
-        copies = [x.clone() for x in given]
+        arguments = inputs if mask is None else (*inputs, mask)
+        copies = [x.double() + 0.0 for x in arguments]
         subject.call(module, inputs, is_causal, mask)
-        worst = max(worst, *(moved(a.double(), b.double()) for a, b in zip(given, copies, strict=True)))
-    return judged(worst, 0.0)
+        yield all_moved((x.double() for x in arguments), copies), f"{is_causal=}"
+
+
+REPEATED = "one sequence for all"
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {  # of a tensor (..., tokens, width), with the same numbers
+    "width before tokens": lambda x: x.mT.contiguous().mT,
+    "tokens before heads": lambda x: x.transpose(0, -2).contiguous().transpose(0, -2),
+    "between other numbers": lambda x: torch.stack([torch.full_like(x, float("nan")), x], -1)[..., 1],
+    REPEATED: lambda x: x[:1].expand_as(x),
+}
+
+
+@law("any memory layout")
+def layouts(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
+    """Transposed, gapped and repeated inputs give what contiguous ones give, gradients included."""
+    module, drawn = subject.built(device=device), subject.draw(subject.length, device=device)
+    for is_causal in subject.modes:
+
+        def call(*inputs: Tensor, is_causal: bool = is_causal) -> Tensor:
+            return subject.call(module, inputs, is_causal, None)
+
+        contiguous = with_gradients(call, drawn)
+        for name, lay_out in LAYOUTS.items():
+            for which in range(len(drawn) + 1):  # one input laid out so, or all
+                inputs = tuple(lay_out(x) if which in (n, len(drawn)) else x for n, x in enumerate(drawn))
+                copied = name == REPEATED
+                expected = with_gradients(call, (x.contiguous() for x in inputs)) if copied else contiguous
+                yield all_moved(with_gradients(call, inputs), expected), f"{name}, {is_causal=}"
 
 
 @law("state_dict round trip")
 def saved(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """A state_dict loaded into another instance gives the same outputs, random features included."""
     module = subject.built(device=device)
-    if not isinstance(module, nn.Module):
-        return unclaimed("not a module")
+    claims(isinstance(module, nn.Module), "not a module")
     other = subject.built(seed=1, device=device)
     other.load_state_dict(module.state_dict())
     inputs = subject.draw(subject.length, device=device)
@@ -233,18 +248,12 @@ def saved(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
 
 
 @law("torch.compile(fullgraph=True)")
-def compiled(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+def compiled(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
     """torch.compile(fullgraph=True) traces it without a break and changes nothing."""
-    module = subject.built(device=device)
-    if subject.mechanism is not None and not subject.mechanism.traits.compile:
-        return unclaimed("denied by its traits")
-    inputs, worst = subject.draw(subject.length, device=device), 0.0
+    module, inputs = subject.built(device=device), subject.draw(subject.length, device=device)
+    claims(subject.mechanism is None or subject.mechanism.traits.compile, "denied by its traits")
     for is_causal in subject.modes:
         torch.compiler.reset()
         run: Callable[..., Tensor] = torch.compile(subject.call, fullgraph=True, backend="eager")
-        try:
-            eager = subject.call(module, inputs, is_causal, None)
-            worst = max(worst, moved(run(module, inputs, is_causal, None), eager))
-        except Exception as error:
-            return Finding("broken", float("inf"), 0.0, str(error).strip().splitlines()[0][:200])
-    return judged(worst, rounding(subject.dtype))
+        eager = subject.call(module, inputs, is_causal, None)
+        yield moved(run(module, inputs, is_causal, None), eager), f"{is_causal=}"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fast_attention.conformance.finding import Finding, judged, law, moved, rounding
-from fast_attention.conformance.under_test import AttentionUnderTest
+from fast_attention.conformance.finding import Breaches, all_moved, law
+from fast_attention.conformance.under_test import AttentionUnderTest, with_gradients
 
 PATIENCE = 10.0  # seconds after which the threads no longer wait for one another
 
@@ -84,9 +84,7 @@ def run_in_step(jobs: Sequence[Callable[[], Any]], model: nn.Module | None = Non
 def difference_in_step(jobs: Sequence[Callable[[], tuple[Tensor, ...]]], model: nn.Module | None = None) -> float:
     """The largest change of the jobs' tensors when they run concurrently."""
     expected = [job() for job in jobs]
-    concurrent = run_in_step(jobs, model)
-    pairs = [pair for tensors in zip(concurrent, expected, strict=True) for pair in zip(*tensors, strict=True)]
-    return max((moved(after, before) for after, before in pairs), default=0.0)
+    return max(map(all_moved, run_in_step(jobs, model), expected), default=0.0)
 
 
 def _lengths(subject: AttentionUnderTest, module: Any, device: str) -> list[int]:
@@ -99,25 +97,18 @@ def _lengths(subject: AttentionUnderTest, module: Any, device: str) -> list[int]
 
 
 @law("threads")
-def threads(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+def threads(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
     """Calls, gradients and decoding in several threads give what they give one after another.
 
     Three calls are of one length, for memory that they could share; one is of another, for what is kept by length. Up
     to rounding: the number of torch's own threads in a call, on which last bits depend, is not the call's choice.
     """
     module: Any = subject.built(device=device)
-    weights = list(module.parameters()) if isinstance(module, nn.Module) else []
-    lengths, worst, at = _lengths(subject, module, device), 0.0, ""
+    lengths = _lengths(subject, module, device)
 
     def call(seed: int, is_causal: bool) -> tuple[Tensor, ...]:
-        inputs = tuple(x.requires_grad_() for x in subject.draw(lengths[seed], seed=seed, device=device))
-        with torch.enable_grad():
-            out = subject.call(module, inputs, is_causal, None)
-            grad_out = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
-            gradients = torch.autograd.grad(
-                (out * grad_out).sum(), [*inputs, *weights], allow_unused=True, materialize_grads=True
-            )
-        return out.detach(), *gradients
+        inputs = subject.draw(lengths[seed], seed=seed, device=device)
+        return with_gradients(lambda *x: subject.call(module, x, is_causal, None), inputs, module)
 
     def decode(seed: int, module: Any = module) -> tuple[Tensor, ...]:
         inputs, outs, state = subject.draw(9, seed=seed, device=device), [], None
@@ -133,7 +124,4 @@ def threads(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     if mechanism is not None and mechanism.traits.memory is not None:
         kinds["decode"] = decode
     for name, kind in kinds.items():
-        size = difference_in_step([lambda seed=seed, kind=kind: kind(seed) for seed in range(len(lengths))])
-        if not size <= worst:
-            worst, at = size, name
-    return judged(worst, rounding(subject.dtype), at)
+        yield difference_in_step([lambda seed=seed, kind=kind: kind(seed) for seed in range(len(lengths))]), name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -81,6 +81,25 @@ class AttentionUnderTest:
     def modes(self) -> list[bool]:
         """The values of ``is_causal`` it can be called with."""
         return [False] * self.bidirectional + [True] * self.causal
+
+
+def with_gradients(call: Callable[..., Tensor], inputs: Iterable[Tensor], module: Any = None) -> tuple[Tensor, ...]:
+    """Outputs of ``call(*inputs)``, and the gradients of its inputs and of the weights of ``module`` in one direction.
+
+    The call gets tensors that lie in memory as ``inputs`` do.
+    """
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        out = call(*leaves)
+        direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
+        wanted = [*leaves, *weights_of(module)]
+        grads = torch.autograd.grad((out * direction).sum(), wanted, allow_unused=True, materialize_grads=True)
+    return out.detach(), *grads
+
+
+def weights_of(module: Any) -> list[Tensor]:
+    """The weights of a module that can be trained; none of a function."""
+    return [w for w in module.parameters() if w.requires_grad] if isinstance(module, nn.Module) else []
 
 
 def of(mechanism: Mechanism[Any, Any] | str, *, max_len: int = 128, width: int = 8) -> AttentionUnderTest:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import cache_argument
-from fast_attention.conformance.finding import Finding, Law, judged, law, moved, rounding, unclaimed
+from fast_attention.conformance.finding import Finding, Law, all_moved, claims, judged, law, moved, rounding
+from fast_attention.conformance.independence import seen
 from fast_attention.conformance.threads import difference_in_step
+from fast_attention.conformance.under_test import with_gradients
 from fast_attention.nn.bound import Bound
 
 LENGTH = 21  # no multiple of any block; a model that reads fewer tokens is given what it reads
@@ -107,8 +109,8 @@ def _blamed(before: LayerTensors, after: LayerTensors, keep: Callable[[Tensor], 
         (inputs, outputs), (inputs2, outputs2) = before[name], after[name]
         if len(inputs) != len(inputs2) or len(outputs) != len(outputs2):
             continue
-        inputs_agree = all(moved(keep(b), keep(a)) <= limit for a, b in zip(inputs, inputs2, strict=True))
-        if inputs_agree and any(moved(keep(b), keep(a)) > limit for a, b in zip(outputs, outputs2, strict=True)):
+        inputs_agree = all_moved(map(keep, inputs2), map(keep, inputs)) <= limit
+        if inputs_agree and all_moved(map(keep, outputs2), map(keep, outputs)) > limit:
             return f"first moved in {name}"
     return ""
 
@@ -130,8 +132,7 @@ def _compared(
 @law("the future never moves the past")
 def future(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     """Replacing later tokens leaves earlier outputs alone."""
-    if not subject.causal:
-        return unclaimed("not causal")
+    claims(subject.causal, "not causal")
     tokens, cut = subject.draw(), subject.length // 2
     other = torch.cat([tokens[:, :cut], subject.draw(1)[:, cut:]], 1)
     return _compared(subject, (tokens, None), (other, None), lambda x: x[:, :cut])
@@ -142,13 +143,11 @@ def past(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     """Replacing all earlier tokens moves the last output."""
     tokens = subject.draw()
     other = torch.cat([subject.draw(1)[:, :-1], tokens[:, -1:]], 1)
-    size = moved(subject.run(other, None)[:, -1], subject.run(tokens, None)[:, -1])
-    return Finding("kept" if size > 1e-6 else "broken", size, 1e-6, "smallest change that counts as seeing")
+    return seen(subject.run(other, None)[:, -1], subject.run(tokens, None)[:, -1])
 
 
 def _inert(subject: ModelUnderTest, visible: Tensor, detail: str) -> Finding:
-    if not subject.masks:
-        return unclaimed("takes no key_mask")
+    claims(subject.masks, "takes no key_mask")
     tokens = subject.draw()
     visible = visible.to(tokens.device)
     other = torch.where(visible, tokens, subject.draw(1))
@@ -171,8 +170,7 @@ def padding_before(subject: ModelUnderTest, device: str = "cpu") -> Finding:
 @law("padded is like shorter")
 def shorter(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     """A padded sequence gives what the shorter one gives alone."""
-    if not subject.masks:
-        return unclaimed("takes no key_mask")
+    claims(subject.masks, "takes no key_mask")
     tokens, keep = subject.draw(), subject.length - subject.padding
     visible = (torch.arange(subject.length) < keep).expand(2, -1).to(tokens.device)
     alone = subject.run(tokens[:, :keep], None)
@@ -182,8 +180,7 @@ def shorter(subject: ModelUnderTest, device: str = "cpu") -> Finding:
 @law("padded in front is like shorter")
 def front(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     """A sequence padded in front gives what it gives alone, beside one that is not padded; in steps too."""
-    if not subject.masks:
-        return unclaimed("takes no key_mask")
+    claims(subject.masks, "takes no key_mask")
     tokens, hidden = subject.draw(), subject.padding
     visible = (torch.arange(subject.length) >= torch.tensor([[hidden], [0]])).to(tokens.device)
     alone, whole = subject.run(tokens[:1, hidden:], None), subject.run(tokens[1:], None)
@@ -209,26 +206,26 @@ def batch(subject: ModelUnderTest, device: str = "cpu") -> Finding:
 @law("packed sequences do not meet")
 def packed(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     """Two sequences in one row, each with positions from 0, give what they give alone."""
-    if subject.packed is None:
-        return unclaimed("takes no position_ids")
+    run_packed: Any = subject.packed
+    claims(run_packed, "takes no position_ids")
     tokens, cut = subject.draw(rows=1), subject.length * 3 // 7
     positions = torch.cat([torch.arange(cut), torch.arange(subject.length - cut)])[None].to(tokens.device)
     alone = torch.cat([subject.run(sequence, None) for sequence in (tokens[:, :cut], tokens[:, cut:])], 1)
-    return judged(moved(subject.packed(tokens, positions), alone), rounding(subject.dtype))
+    return judged(moved(run_packed(tokens, positions), alone), rounding(subject.dtype))
 
 
 @law("step by step is all at once")
 def decoding(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     """Decoding token by token with the model's cache gives the outputs of one pass."""
-    if subject.step is None:
-        return unclaimed("keeps no cache")
+    step: Any = subject.step
+    claims(step, "keeps no cache")
     tokens = subject.draw()
     with _recorded_layers(subject.module, subject.length) as record_at_once:
         before = subject.run(tokens, None)
     outputs, records, state = [], [], None
     for i in range(subject.length):
         with _recorded_layers(subject.module, 1) as record:
-            out, state = subject.step(tokens[:, i : i + 1], state)
+            out, state = step(tokens[:, i : i + 1], state)
         outputs.append(out)
         records.append(record)
     limit = rounding(subject.dtype)
@@ -252,14 +249,10 @@ def _joined(records: list[LayerTensors]) -> LayerTensors:
 @law("threads")
 def threads(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     """Forward passes, gradients and steps of decoding in three threads give what they give one after another."""
-    weights = [p for p in subject.module.parameters() if p.requires_grad]
 
     def call(seed: int) -> tuple[Tensor, ...]:
-        with torch.enable_grad():
-            out = subject.run(subject.draw(seed, rows=1 + seed), None)
-            grad_out = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
-            gradients = torch.autograd.grad((out * grad_out).sum(), weights, allow_unused=True, materialize_grads=True)
-        return out.detach(), *gradients
+        tokens = subject.draw(seed, rows=1 + seed)
+        return with_gradients(lambda: subject.run(tokens, None), (), subject.module)
 
     def steps(seed: int) -> tuple[Tensor, ...]:
         assert subject.step is not None

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fast_attention import checks
 from fast_attention.engine import blocks
 from fast_attention.engine.tracing import exporting, symbolic, unrepeatable
-from fast_attention.nn.replay import named_tensors, unchanged
+from fast_attention.nn.reversible import named_tensors, unchanged
 from fast_attention.value import at_least
 
 
@@ -87,12 +87,12 @@ class ChunkedFeedForward(nn.Module):
         hidden = F.dropout(self.activation(self.widen(x)), self.dropout, self.training)
         return self.narrow(hidden)
 
-    def _chunk_of(self, held: list[tuple[str, Tensor]], x: Tensor) -> Tensor:
+    def _chunk_of(self, weights: list[tuple[str, Tensor]], x: Tensor) -> Tensor:
         """A chunk with the weights that the forward pass had: ``functional_call`` has put back the module's own."""
         present = named_tensors(self)
-        if all(x is kept for (_, x), (_, kept) in zip(present, held, strict=True)):
+        if all(now is before for (_, now), (_, before) in zip(present, weights, strict=True)):
             return self._chunk(x)
-        with _reparametrize_module(self, dict(held)):
+        with _reparametrize_module(self, dict(weights)):
             return self._chunk(x)
 
     def extra_repr(self) -> str:

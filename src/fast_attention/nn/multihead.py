@@ -15,14 +15,13 @@ from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.positions import Rotary, positions_of, rotary_for, rotate_both
-from fast_attention.nn.projections import Projections
 from fast_attention.nn.torch_masks import Masks
 from fast_attention.packed import CuSeqlens, Lengths, Packing, packing
 from fast_attention.parallel.shards import shards
 from fast_attention.parallel.spreading import Spread
 
 
-class MultiheadAttention(Spread, Projections):
+class MultiheadAttention(Spread, nn.Module):
     """A drop-in replacement of ``torch.nn.MultiheadAttention``: its arguments, masks, results and checkpoint names.
 
     With ``Softmax()`` it computes what torch's module computes, but for queries that may see nothing: those get zeros
@@ -79,6 +78,38 @@ class MultiheadAttention(Spread, Projections):
         self.attention = self._bind(catalogue.parse(mechanism), max_len, rotary).to(device=device, dtype=dtype)
         # torch's layers take no fused short cut around a module that has a hook.
         self.register_forward_pre_hook(_do_nothing)
+
+    def _build(self, bias: bool, bias_kv: bool, device: Any, dtype: torch.dtype | None) -> None:
+        """The parameters, drawn in torch's order, so that equal seeds give equal values."""
+        width, packed, grouped = self.embed_dim, self._qkv_same_embed_dim, self.num_kv_heads * self.head_dim
+
+        def empty(needed: bool, *size: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(*size, device=device, dtype=dtype)) if needed else None
+
+        self.out_proj = nn.Linear(width, width, bias=bias, device=device, dtype=dtype)
+        self.in_proj_weight = empty(packed, width + 2 * grouped, width)
+        self.q_proj_weight = empty(not packed, width, width)
+        self.k_proj_weight = empty(not packed, grouped, self.kdim)
+        self.v_proj_weight = empty(not packed, grouped, self.vdim)
+        self.in_proj_bias = empty(bias, width + 2 * grouped)
+        self.bias_k, self.bias_v = empty(bias_kv, 1, 1, grouped), empty(bias_kv, 1, 1, grouped)
+        self.reset_parameters()
+        if bias:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def reset_parameters(self) -> None:
+        """Draw this layer's own weights again, in place: what ``to_empty`` left of a module on the meta device.
+
+        Those of ``out_proj`` and of ``attention`` are reset by these.
+        """
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+        for weight in (self.bias_k, self.bias_v):
+            if weight is not None:
+                nn.init.xavier_normal_(weight)
 
     def _bind(self, mechanism: Mechanism[Any, Any], max_len: int, rotary: bool | Rotary) -> Bound:
         if not isinstance(mechanism, Attention):
@@ -155,8 +186,9 @@ class MultiheadAttention(Spread, Projections):
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
         q, k, v = self._project(*torch_masks.zero_padding(query, key, value, key_padding_mask))
-        if group is not None:
-            refuse_over_processes(need_weights, self.appended)
+        if group is not None and (need_weights or self.appended):
+            what = "attention matrix: pass need_weights=False" if need_weights else "place for appended keys"
+            raise Unsupported(f"over several processes there is no {what}")
         spread = None if group is None else shards(group, q.shape[-2], k.shape[-2], q.device)
         tokens = (q.shape[-2], k.shape[-2]) if spread is None else (spread.length, spread.num_keys)
         sequences = self._packing(cu_seqlens, lengths, *tokens, attn_mask, need_weights)
@@ -187,7 +219,7 @@ class MultiheadAttention(Spread, Projections):
             parts = F.linear(query, packed, bias).split(widths, -1)
         else:
             b_q, b_k, b_v = (None, None, None) if bias is None else bias.split(widths)
-            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            separate: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             w_q, w_k, w_v = separate if packed is None else packed.split(widths)
             v = F.linear(value, w_v, b_v)
             # What the mechanism never reads is not computed: anything of the right length stands in for it.
@@ -259,15 +291,6 @@ class MultiheadAttention(Spread, Projections):
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
         grouped = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
         return sizes + grouped + ("" if self.rotary is None else f", rotary={self.rotary!r}")
-
-
-def refuse_over_processes(need_weights: bool, appended: int) -> None:
-    """Raise ``Unsupported`` for what only one process can give."""
-    for asked, what in (
-        (need_weights, "attention matrix: pass need_weights=False"), (appended, "place for appended keys"),
-    ):  # fmt: skip
-        if asked:
-            raise Unsupported(f"over several processes there is no {what}")
 
 
 def _do_nothing(module: nn.Module, inputs: Any) -> None:

@@ -121,23 +121,6 @@ def rotate_by(
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
 
-def rotate(x: Float[Tensor, "*batch length width"], start: int | Tensor = 0) -> Float[Tensor, "*batch length width"]:
-    """Queries or keys with ``Rotary()`` positions.
-
-    ``rotate(q) . rotate(k)`` depends on the positions only through their difference.
-
-    Args:
-        x: Queries or keys, an even width; channel i is paired with channel i + width / 2.
-        start: Position of the first token; a tensor broadcastable to x's leading axes for sequences that start apart.
-    """
-    if x.shape[-1] % 2:
-        raise ValueError(f"rotary positions rotate pairs of channels; the width {x.shape[-1]} is odd")
-    positions = torch.arange(x.shape[-2], device=x.device)
-    positions = positions + (start.to(x.device)[..., None] if isinstance(start, Tensor) else start)
-    sine, cosine = Rotary().sin_cos(positions, x.shape[-1])
-    return rotate_by(x, (sine[..., 0, :, :], cosine[..., 0, :, :]))
-
-
 def rotary_for(mechanism: Mechanism[Any, Any], rotary: bool | Rotary, width: int) -> Rotary | None:
     """The rotary positions of a module's heads of ``width``.
 
@@ -209,57 +192,43 @@ def rotate_both(
     if at is keys_at:
         sin_cos = rotary.sin_cos(at, q.shape[-1])
         return rotate_by(q, sin_cos), rotate_by(k, sin_cos)
-    # Angles of both in one call: a scaling may depend on the largest position of all.
-    both = [x.expand(batch, -1) for x in (at, keys_at)] if at.ndim != keys_at.ndim else [at, keys_at]
-    sine, cosine = (x.split((length, keys), -2) for x in rotary.sin_cos(torch.cat(both, -1), q.shape[-1]))
+    # All angles in one call: a scaling may depend on the largest position of all.
+    positions = [x.expand(batch, -1) for x in (at, keys_at)] if at.ndim != keys_at.ndim else [at, keys_at]
+    sine, cosine = (x.split((length, keys), -2) for x in rotary.sin_cos(torch.cat(positions, -1), q.shape[-1]))
     return rotate_by(q, (sine[0], cosine[0])), rotate_by(k, (sine[1], cosine[1]))
-
-
-def packed_positions(
-    rotary: Rotary, sequences: Packing, device: torch.device
-) -> tuple[Int[Tensor, "length"], Int[Tensor, "keys"]]:
-    """The position of each packed query and key in its own sequence; the last query has the last key's.
-
-    Raises:
-        Unsupported: The rotation depends on the length, and one sequence is longer than those of training.
-    """
-    if rotary.rope_type == "dynamic" and sequences.longest > rotary.original_max_position_embeddings:
-        raise Unsupported(
-            f"{rotary!r} rotates each sequence by its length, and packed ones together: one has {sequences.longest} "
-            "tokens. What would work: rope_type 'yarn' or 'linear', or one call for each sequence"
-        )
-    ends = zip(sequences.queries, sequences.keys, strict=True)
-    empty = torch.arange(0, device=device)
-    at = torch.cat([empty, *(torch.arange(keys - length, keys, device=device) for length, keys in ends)])
-    if sequences.queries == sequences.keys:
-        return at, at
-    return at, torch.cat([empty, *(torch.arange(keys, device=device) for keys in sequences.keys)])
-
-
-def positions_of_shard(rotary: Rotary, shards: Shards | None, device: torch.device) -> Int[Tensor, "length"]:
-    """The positions of the tokens that this process holds of a sequence.
-
-    Raises:
-        Unsupported: The rotation depends on the length, which is beyond that of training.
-    """
-    assert shards is not None
-    if rotary.rope_type == "dynamic" and shards.length > rotary.original_max_position_embeddings:
-        raise Unsupported(
-            f"{rotary!r} rotates by the largest position of the {shards.length} tokens, which other processes hold. "
-            "What would work: rope_type 'yarn' or 'linear', or positions= of your own"
-        )
-    return torch.arange(shards.start, shards.start + shards.queries[shards.rank], device=device)
 
 
 def positions_of(
     rotary: Rotary, sequences: Packing | None, shards: Shards | None, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The positions of this process's queries and keys where a caller gives none; None for those from 0 on."""
+    """The positions of this process's queries and keys where a caller gives none; None for those from 0 on.
+
+    Each packed sequence has its own, and the last query has the last key's.
+
+    Raises:
+        Unsupported: The rotation depends on the length, which is beyond that of training, and other tokens are packed
+            with those of a sequence, or other processes hold some.
+    """
+    if sequences is None and shards is None:
+        return None, None
+    longest = sequences.longest if sequences is not None else shards.length if shards is not None else 0
+    if rotary.rope_type == "dynamic" and longest > rotary.original_max_position_embeddings:
+        why = "packed ones together: one has" if sequences is not None else "a process holds a part of one: it has"
+        instead = "one call for each sequence" if sequences is not None else "positions= of your own"
+        raise Unsupported(
+            f"{rotary!r} rotates each sequence by its length, and {why} {longest} tokens. What would work: rope_type "
+            f"'yarn' or 'linear', or {instead}"
+        )
     if sequences is None:
-        at = None if shards is None else positions_of_shard(rotary, shards, device)
+        assert shards is not None
+        at = torch.arange(shards.start, shards.start + shards.queries[shards.rank], device=device)
         return at, at
-    at, keys_at = packed_positions(rotary, sequences, device)
+    ends = zip(sequences.queries, sequences.keys, strict=True)
+    empty = torch.arange(0, device=device)
+    at = torch.cat([empty, *(torch.arange(keys - length, keys, device=device) for length, keys in ends)])
+    is_self = sequences.queries == sequences.keys
+    keys_at = at if is_self else torch.cat([empty, *(torch.arange(n, device=device) for n in sequences.keys)])
     if shards is None:
         return at, keys_at
     queries = local(at, shards.queries, shards.rank, -1)
-    return queries, queries if keys_at is at else local(keys_at, shards.keys, shards.rank, -1)
+    return queries, queries if is_self else local(keys_at, shards.keys, shards.rank, -1)

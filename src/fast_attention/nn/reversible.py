@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from fast_attention.engine.precision import Precision
 from fast_attention.engine.tracing import exporting, unrepeatable
-from fast_attention.nn.replay import named_tensors, unchanged
+from fast_attention.mechanism import Unsupported
 
 
 class Reversible(nn.Module):
@@ -134,7 +134,7 @@ class _ReversibleFunction(torch.autograd.Function):
         ctx.blocks, ctx.is_causal, ctx.parameters = blocks, is_causal, parameters
         ctx.precision, ctx.random_states = Precision.current((x1,)), []
         # What functional_call has put into the modules is gone when the backward pass runs.
-        ctx.held = [(dict(named_tensors(block.f)), dict(named_tensors(block.g))) for block in blocks]
+        ctx.weights = [(dict(named_tensors(block.f)), dict(named_tensors(block.g))) for block in blocks]
         with ctx.precision.restored():
             for block in blocks:
                 before_f = RandomState.read(x1)
@@ -152,18 +152,18 @@ class _ReversibleFunction(torch.autograd.Function):
         y1, y2, key_mask, *_ = ctx.saved_tensors
         options, totals = {"is_causal": ctx.is_causal, "key_mask": key_mask}, dict[int, Tensor]()
         with ctx.precision.restored():
-            replays = zip(reversed(ctx.blocks), reversed(ctx.held), reversed(ctx.random_states), strict=True)
-            for block, (held_f, held_g), (before_f, before_g) in replays:
-                out, dx = _vjp(block.g, held_g, y1, {}, d2, before_g, totals)
+            replays = zip(reversed(ctx.blocks), reversed(ctx.weights), reversed(ctx.random_states), strict=True)
+            for block, (weights_f, weights_g), (before_f, before_g) in replays:
+                out, dx = _vjp(block.g, weights_g, y1, {}, d2, before_g, totals)
                 y2, d1 = y2 - out, d1 + dx
-                out, dx = _vjp(block.f, held_f, y2, options, d1, before_f, totals)
+                out, dx = _vjp(block.f, weights_f, y2, options, d1, before_f, totals)
                 y1, d2 = y1 - out, d2 + dx
         return None, None, None, d1, d2, *(totals.get(id(parameter)) for parameter in ctx.parameters)
 
 
 def _vjp(
     function: nn.Module,
-    held: dict[str, Tensor],
+    weights: dict[str, Tensor],
     x: Tensor,
     options: dict[str, Any],
     grad_out: Tensor,
@@ -172,12 +172,12 @@ def _vjp(
 ) -> tuple[Tensor, Tensor]:
     """``function(x)`` with the weights and random numbers of the forward pass, and the gradient of x; those of the
     weights are added to ``totals``."""
-    parameters = {name: tensor for name, tensor in held.items() if tensor.requires_grad}
+    parameters = {name: tensor for name, tensor in weights.items() if tensor.requires_grad}
     # Copies, because hooks on a parameter would run here and a second time after this node.
     aliases = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}
     x = x.detach().requires_grad_()
     with torch.enable_grad(), state.restored():
-        out = functional_call(function, held | aliases, (x,), options)
+        out = functional_call(function, weights | aliases, (x,), options)
     dx, *gradients = torch.autograd.grad(out, (x, *aliases.values()), grad_out.to(out.dtype), allow_unused=True)
     for parameter, gradient in zip(parameters.values(), gradients, strict=True):
         if gradient is not None:
@@ -209,3 +209,32 @@ class RandomState(NamedTuple):
             if self.accelerator is not None:
                 torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
             yield
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that a module has now, with their names."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Refuse a training pass that writes to the module's buffers: the backward pass would compute with others.
+
+    Raises:
+        Unsupported: One has been written to.
+    """
+    before = _versions(module)
+    yield
+    after = _versions(module)
+    if name := next((name for name in before if after.get(name) != before[name]), None):
+        raise Unsupported(
+            f"{name} is changed by the training pass, and the backward pass computes again with what it has become. "
+            "What would work: LayerNorm for BatchNorm, weight_norm for spectral_norm, or .eval() of the module that "
+            "holds it"
+        )
+
+
+def _versions(module: nn.Module) -> dict[str, int]:
+    """How often each buffer was written to."""
+    return {name: buffer._version for name, buffer in module.named_buffers() if not buffer.is_inference()}

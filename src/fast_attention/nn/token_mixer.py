@@ -13,7 +13,7 @@ from fast_attention.engine import heads, masks
 from fast_attention.known_names import refuse_keywords
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn.bound import Bound
-from fast_attention.nn.positions import Rotary, check_positions, positions_of_shard, rotary_for, rotate_by
+from fast_attention.nn.positions import Rotary, check_positions, positions_of, rotary_for, rotate_by
 from fast_attention.parallel.spreading import Spread
 
 
@@ -108,9 +108,9 @@ class TokenMixer(Spread, nn.Module):
         at = None if positions is None else self._positions(x, positions)
         group = self.group_of(group)
         if group is not None and at is None and self.rotary is not None:
-            at = positions_of_shard(self.rotary, self.shards_of(group, x), x.device)
-        masks_given: Any = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask}
-        options: Any = {**masks_given, "dropout": dropout, "group": group}
+            at, _ = positions_of(self.rotary, None, self.shards_of(group, x), x.device)
+        options: Any = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask}
+        options |= {"dropout": dropout, "group": group}
         if not isinstance(self.mechanism, Attention):
             return self.attention(x, **options)
         return self._output(self.attention(*self._project(x, at, key_mask), **options, enable_gqa=True))
