@@ -31,13 +31,11 @@ from fast_attention import clock, keep_memory
 from fast_attention.counting import counted
 from fast_attention.lab import inputs, measure, progress
 from fast_attention.lab.environment import begun, load_average
-from fast_attention.lab.measure import Setting
-from fast_attention.lab.numbers import bytes_of, fixed, milliseconds
+from fast_attention.lab.measure import Setting, timing
 from fast_attention.lab.records import PASSES, Cell, Pass, Timed
 from fast_attention.lab.refusals import InputError, failure, first_line
 from fast_attention.lab.tables import Row as TableRow
-from fast_attention.lab.tables import Table, Value, say, show
-from fast_attention.lab.timing import timing
+from fast_attention.lab.tables import Table, Value, bytes_of, fixed, milliseconds, say, show
 from fast_attention.mechanism import Attention, Shape, Unsupported
 from fast_attention.nn.bound import Bound
 
@@ -129,12 +127,19 @@ class Plan:
     patience: float  # seconds of a pass, forward and backward: what takes longer is left out
     decode: bool = False
     peers_to: int | None = None  # tokens up to which peers are timed; None: all lengths
-    watch: Watch = field(default=progress.nothing, compare=False)
+    watch: Watch = field(default=lambda words: None, compare=False)
     save: Callable[[], None] = field(default=lambda: None, compare=False)
 
     def timed(self, competitor: Competitor, length: int) -> bool:
         """Whether it runs at a length."""
         return competitor.peer is None or self.peers_to is None or length <= self.peers_to
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of all tensors in a state."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    return sum(state_bytes(part) for part in state) if isinstance(state, tuple | list) else 0
 
 
 def bench(plan: Plan, record: Benchmark) -> None:
@@ -369,7 +374,7 @@ def bounded_state(mechanism: Any) -> bool:
 @torch.no_grad()
 def decoding(
     mechanism: Any, batch: int, setting: Setting, positions: Iterable[int] = POSITIONS, patience: float = math.inf,
-    watch: Watch = progress.nothing, rounds: int = STEPS,
+    watch: Watch = lambda _: None, rounds: int = STEPS,
 ) -> list[Step]:  # fmt: skip
     """Time one token at every position, in turns, from a state that has read that many tokens.
 
@@ -408,7 +413,7 @@ def decoding(
     for step in steps:
         if step.position in states:
             step.seconds = statistics.median(samples[step.position][2:])
-            step.state_bytes = measure.state_bytes(states[step.position])
+            step.state_bytes = state_bytes(states[step.position])
         else:
             step.note = f"over budget: reading so far would take more than {patience:.0f} s"
     return steps

@@ -25,10 +25,10 @@ from torch.nn import functional as F
 
 from experiments.arguments import Arguments
 from fast_attention import extend, files, swap
-from fast_attention.lab import corpus, environment, loading, records
-from fast_attention.lab.passages import Passages, spread
+from fast_attention.lab import environment, loading, records, texts
 from fast_attention.lab.progress import counted
 from fast_attention.lab.tables import Table, show
+from fast_attention.lab.texts import TextChunks, spread
 
 EDGES = (0, 128, 256, 512, 1024, 2048, 4096)  # positions
 MECHANISMS = (
@@ -108,12 +108,11 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     tokenizer, length = loading.tokenizer(asked.folder), EDGES[-1]
-    text = corpus.read(str(Path(asked.folder) / "unseen.txt"))
-    passages = Passages(tokenizer)
+    text = texts.read(str(Path(asked.folder) / "unseen.txt"))
+    passages = TextChunks(tokenizer)
     document = passages.document(text)
-    chosen = [
-        torch.tensor(each) for each in spread(passages.cut(document, length + passages.special_tokens), asked.passages)
-    ]
+    cut = passages.split(document, length + passages.special_tokens)
+    chosen = [torch.tensor(each) for each in spread(cut, asked.passages)]
     bits = len(document) / text.facts["bytes"] / math.log(2)  # per byte, of a nat per token
     about = {
         "status": "running", "command": ["python", "-m", "benchmarks.by_position", *sys.argv[1:]],

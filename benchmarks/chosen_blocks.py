@@ -24,9 +24,9 @@ from experiments import data
 from experiments.arguments import Arguments
 from fast_attention import extend, files, swap
 from fast_attention.conversion import Chunks, goals
-from fast_attention.lab import environment, loading, passages, records
-from fast_attention.lab.corpus import Corpus
+from fast_attention.lab import environment, loading, records, texts
 from fast_attention.lab.tables import Table, show
+from fast_attention.lab.texts import Corpus
 
 MECHANISMS = (
     "Selected(topk=4)",
@@ -86,12 +86,12 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     started, held = environment.timestamp(), models(asked.mechanisms, max(asked.lengths))
-    reader = passages.Passages(loading.tokenizer(loading.default_model()))
+    reader = texts.TextChunks(loading.tokenizer(loading.default_model()))
     document = reader.document(Corpus("the Jargon File", (("the Jargon File", data.text()),)))
     rows: list[dict[str, Any]] = []
     with Console(stderr=True).status("") as status:
         for length, number in zip(asked.lengths, asked.passages, strict=True):
-            chosen, found = passages.spread(reader.cut(document, length), number), []
+            chosen, found = texts.spread(reader.split(document, length), number), []
             for i, passage in enumerate(chosen):
                 status.update(f"{length:,} tokens, passage {i + 1} of {len(chosen)}")
                 found.append(measured(held, reader.batch([passage])))

@@ -33,9 +33,8 @@ from torch.nn import functional as F
 from experiments.arguments import Arguments
 from fast_attention import Bound, Shape, clock, files, keep_memory
 from fast_attention.lab import environment, records
-from fast_attention.lab.numbers import milliseconds
 from fast_attention.lab.records import EXACT
-from fast_attention.lab.tables import Table, Value, say, show
+from fast_attention.lab.tables import Table, Value, milliseconds, say, show
 
 HEADS, WIDTH = 8, 64
 ROUNDS = 9  # of a figure, at most

@@ -27,9 +27,9 @@ from experiments.arguments import Arguments
 from fast_attention import files, late_chunks
 from fast_attention.conversion.goals import pooled
 from fast_attention.lab import environment, loading, records
-from fast_attention.lab.passages import Passages
 from fast_attention.lab.progress import counted
 from fast_attention.lab.tables import Table, show
+from fast_attention.lab.texts import TextChunks
 
 SHORTEST, LONGEST = 1_000, 3_000  # tokens of a document
 PASSAGE, EACH = 100, 3  # tokens of a passage, and how many are cut out of a document
@@ -75,7 +75,7 @@ class Reader:
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer, self.passages = model, tokenizer, Passages(tokenizer)
+        self.model, self.tokenizer, self.passages = model, tokenizer, TextChunks(tokenizer)
 
     def late(self, text: str) -> dict[int, Tensor]:
         """The vectors of late chunks, by their size: one pass for both."""

@@ -23,8 +23,7 @@ from experiments.arguments import Arguments
 from fast_attention import catalogue, files
 from fast_attention.conversion import goals
 from fast_attention.lab import capture, environment, inputs, loading, records
-from fast_attention.lab.corpus import Corpus
-from fast_attention.lab.passages import Passages, spread
+from fast_attention.lab.texts import Corpus, TextChunks, spread
 
 VARIANTS = ("FavorPlus(num_features=1024)", "Local(window=64)", "Linformer(rank=128)")
 
@@ -54,9 +53,9 @@ def main() -> None:
 
     original = loading.load(folder).float()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    reader, goal = Passages(tokenizer), goals.HiddenStates()
+    reader, goal = TextChunks(tokenizer), goals.HiddenStates()
     text = reader.document(Corpus("the Jargon File", (("the Jargon File", data.text()),)))
-    passages = reader.batches(spread(reader.cut(text, asked.length), 48), 2)
+    passages = reader.batches(spread(reader.split(text, asked.length), 48), 2)
     held, models = goal.prepare(original, passages), {"original": original}
     rows: list[dict[str, Any]] = []
     with Console(stderr=True).status("swapping") as status:

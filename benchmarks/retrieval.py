@@ -27,9 +27,9 @@ from experiments.arguments import Arguments
 from fast_attention import extend, files, swap
 from fast_attention.conversion.goals import pooled
 from fast_attention.lab import environment, loading, records
-from fast_attention.lab.passages import Passages
 from fast_attention.lab.progress import counted
 from fast_attention.lab.tables import Table, show
+from fast_attention.lab.texts import TextChunks
 
 SHORTEST, LONGEST = 2_000, 8_000  # tokens of a document
 PASSAGE = 200  # tokens of the passage that is cut out
@@ -88,7 +88,7 @@ class Embedder:
         precision: ``"float32"``, or ``"bfloat16"`` for autocast.
     """
 
-    def __init__(self, model: Any, passages: Passages, precision: str) -> None:
+    def __init__(self, model: Any, passages: TextChunks, precision: str) -> None:
         self.model, self.passages, self.low = model, passages, precision == "bfloat16"
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class Way(NamedTuple):
     uses: dict[str, Callable[[Tensor], Tensor]]
 
 
-def ways(asked: argparse.Namespace, passages: Passages) -> list[Way]:
+def ways(asked: argparse.Namespace, passages: TextChunks) -> list[Way]:
     """What is compared, the cheapest first."""
     original = loading.load(loading.default_model()).float()
     plain = Embedder(original, passages, asked.precision)
@@ -227,7 +227,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     tokenizer = loading.tokenizer(loading.default_model())
-    passages = Passages(tokenizer)
+    passages = TextChunks(tokenizer)
     read = manuals(asked.root, tokenizer, SHORTEST, LONGEST, asked.documents)
     held = pairs(
         [tokenizer(each.text, add_special_tokens=False, verbose=False)["input_ids"] for each in read], asked.seed

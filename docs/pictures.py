@@ -7,13 +7,16 @@ import math
 from typing import Any
 
 import matplotlib
+import matplotlib.colors
 import measured
+import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from fast_attention import Attention, Bound, Mixer, Shape, attention_rows, catalogue
-from fast_attention.lab.drawing import COLOURS, DARK, GRID, INK, STYLE, Picture, attention_map, svg
+from fast_attention.lab.pictures import COLOURS, DARK, GRID, INK, STYLE, Picture, svg
 
 # What a mechanism attends to, on the same seeded tokens for all
 
@@ -68,6 +71,15 @@ def panels(name: str) -> tuple[list[tuple[str, Tensor]], str]:
     exact = attention_rows("Softmax", q, k, queries=range(TOKENS))[0, 0]
     beside = [("exact attention", exact)] if isinstance(mechanism, Attention) and name != "Softmax" else []
     return beside + [("causal" if mode else "not causal", weights(mode)) for mode in mechanism.traits.modes], words
+
+
+def attention_map(axes: Axes, matrix: Any, top: float) -> None:
+    """An attention matrix on a square-root scale up to ``top``, negative weights shown as 0."""
+    weights = np.clip(np.nan_to_num(np.asarray(matrix)), 0.0, None)
+    norm = matplotlib.colors.PowerNorm(0.5, 0.0, max(top, 1e-9), clip=True)
+    axes.imshow(weights, cmap=matplotlib.colormaps["magma"].resampled(64), norm=norm, interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([])
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from experiments.reproductions import NAMES
 from experiments.reproductions.common import Reproduced, Reproduction
 from experiments.study import EXACT, Study, label
-from fast_attention.lab.drawing import COLOURS, GRID, INK, STYLE, svg
+from fast_attention.lab.pictures import COLOURS, GRID, INK, STYLE, svg
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

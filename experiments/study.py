@@ -48,8 +48,8 @@ from experiments.train import (
 )  # fmt: skip
 from fast_attention import catalogue, counting, files
 from fast_attention.lab import tables
-from fast_attention.lab.drawing import COLOURS, INK, PALE, STYLE
 from fast_attention.lab.environment import begun
+from fast_attention.lab.pictures import COLOURS, INK, PALE, STYLE
 from fast_attention.lab.records import Record
 from fast_attention.lab.tables import Table
 

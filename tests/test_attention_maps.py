@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention import Attention, Shape, Unsupported, attention_rows, cache_argument, catalogue, swap, swap_back
 from fast_attention.counting import exponent, peak_bytes
-from fast_attention.lab.calls import calls_during
+from fast_attention.lab.capture import calls_during
 from fast_attention.nn.bound import Bound
 from tests.cases import DISTINCT, bind, qkv, some_keys
 

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from experiments.reproductions import common
 from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table
 from fast_attention import Bound, Shape, catalogue, clock
-from fast_attention.lab.drawing import COLOURS, INK, PALE
 from fast_attention.lab.measure import memory_at_hand
-from fast_attention.lab.numbers import milliseconds
+from fast_attention.lab.pictures import COLOURS, INK, PALE
+from fast_attention.lab.tables import milliseconds
 
 HEADS, HEAD_DIM, BATCH = 8, 64, 4
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)

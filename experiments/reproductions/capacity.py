@@ -22,7 +22,7 @@ from experiments.reproductions import common
 from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table
 from fast_attention import Bound, Shape, catalogue
 from fast_attention.feature_maps.feature_map import Features, Logs
-from fast_attention.lab.drawing import COLOURS, INK, PALE, PAPER
+from fast_attention.lab.pictures import COLOURS, INK, PALE, PAPER
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 
 BATCH, RATE = 32, 1e-3

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from experiments.arguments import Arguments
 from fast_attention import files, keep_memory
 from fast_attention.lab import inputs, progress
-from fast_attention.lab.drawing import STYLE, svg
 from fast_attention.lab.environment import begun
+from fast_attention.lab.pictures import STYLE, svg
 from fast_attention.lab.records import Record
 from fast_attention.lab.refusals import InputError
 
@@ -71,7 +71,7 @@ class Budget:
     seconds: float
     seeds: int = 1
     rows: tuple[Row, ...] = ()
-    say: Callable[[str], None] = progress.nothing
+    say: Callable[[str], None] = lambda words: None
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:

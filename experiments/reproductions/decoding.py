@@ -19,8 +19,8 @@ from experiments.models import Model, ModelConfig
 from experiments.reproductions import common
 from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table
 from fast_attention import Bound, Shape, clock
-from fast_attention.lab.drawing import COLOURS, INK
-from fast_attention.lab.numbers import bytes_of, digits, milliseconds
+from fast_attention.lab.pictures import COLOURS, INK
+from fast_attention.lab.tables import bytes_of, digits, milliseconds
 
 WIDTH, LAYERS, HEADS, LEVELS = 256, 16, 8, 256  # pixels of 256 levels are the tokens
 IMAGES = {784: ("MNIST", 317.0), 3072: ("CIFAR-10", 4462.0)}  # Tables 1 and 2: images a second over those without cache

@@ -26,7 +26,7 @@ from experiments.reproductions.training import Training, equal_steps
 from experiments.tasks import Duplicate
 from experiments.train import TrainingSettings, config_for, evaluate
 from fast_attention import LSH, Bound
-from fast_attention.lab.drawing import COLOURS, INK
+from fast_attention.lab.pictures import COLOURS, INK
 
 FULL = 0  # rounds of hashing: none, all tokens in one bucket
 TRAINED = (FULL, 8, 4, 2, 1)

@@ -22,9 +22,9 @@ from torch import Tensor
 from experiments.reproductions import common
 from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table
 from fast_attention.conformance import AttentionUnderTest, Law, independence, robustness, third_party
-from fast_attention.lab.drawing import COLOURS, GOOD
-from fast_attention.lab.numbers import digits
+from fast_attention.lab.pictures import COLOURS, GOOD
 from fast_attention.lab.refusals import InputError
+from fast_attention.lab.tables import digits
 
 WIDTH, HEADS, LENGTH = 64, 4, 64
 LAWS: tuple[Law, ...] = (

@@ -24,8 +24,8 @@ from experiments.tasks import IGNORED, Batch, ByteLM, Split, random_for, text_si
 from experiments.train import TrainingSettings
 from fast_attention import Bound, Mixer, Shape, catalogue, clock
 from fast_attention.counting import peak_bytes
-from fast_attention.lab.drawing import COLOURS, INK, PALE
-from fast_attention.lab.numbers import bytes_of, milliseconds
+from fast_attention.lab.pictures import COLOURS, INK, PALE
+from fast_attention.lab.tables import bytes_of, milliseconds
 
 SOFTMAX, ALONE = "Softmax()", "Local(window=0)"
 CONTROLS = (SOFTMAX, ALONE)  # exact attention, and none at all

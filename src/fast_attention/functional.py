@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from fast_attention import catalogue, checks, grouped, left_padding, packed, parallel
+from fast_attention import catalogue, checks, left_padding, packed, parallel
 from fast_attention.checks import Function, checked
-from fast_attention.engine import heads
 from fast_attention.engine.precision import rebuild
 from fast_attention.engine.trace import Implementation, implementation
 from fast_attention.known_names import refuse_keywords
@@ -145,33 +144,20 @@ def attention(
     checks.heads(q, k, v, same_width=False, grouped=enable_gqa)
     if scale is not None:
         mechanism, q = _scaled(mechanism, q, scale)
-    spread = group is not None  # then the borders are those of all processes' tokens
-    sequences = None if spread else packed.packing(cu_seqlens, lengths, q.shape[-2], k.shape[-2], attn_mask)
     w: Any = ()
     if mechanism.needs_weights:
-        longest = max(q.shape[-2], k.shape[-2]) if sequences is None else sequences.longest
-        if spread and mechanism.traits.needs_max_len:
+        if group is not None and mechanism.traits.needs_max_len:
             longest = parallel.longest(group, q.shape[-2], k.shape[-2], q.device, cu_seqlens, lengths)
+        else:  # the borders of a group are those of all processes' tokens
+            packing = (None, None) if group is not None else (cu_seqlens, lengths)
+            sequences = packed.packing(*packing, q.shape[-2], k.shape[-2], attn_mask)
+            longest = max(q.shape[-2], k.shape[-2]) if sequences is None else sequences.longest
         w = _to_device(mechanism.weights(Shape(q.shape[-3], q.shape[-1], max_len=longest)), q)
-    if spread:
-        if enable_gqa:
-            k, v = heads.repeated(q.shape[-3], k=k, v=v)
-        packing = {} if cu_seqlens is None and lengths is None else {"lengths": lengths, "cu_seqlens": cu_seqlens}
+    with nullcontext() if impl == "auto" else implementation(impl):
         return parallel.run(
             mechanism, (q, k, v), w, group=group, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask,
-            dropout=dropout_p, **packing,
+            dropout=dropout_p, cu_seqlens=cu_seqlens, lengths=lengths, enable_gqa=enable_gqa,
         )  # fmt: skip
-    run: Any = partial(grouped.attend, mechanism) if enable_gqa else mechanism
-    run = partial(run, w=w, is_causal=is_causal, attn_mask=attn_mask, dropout=dropout_p)
-    with _implementation(impl):
-        if sequences is None:
-            return run(q, k, v, key_mask=key_mask)
-        kernel = None if enable_gqa or dropout_p > 0.0 else packed.packed_kernel(mechanism, w, is_causal=is_causal)
-        return packed.attend(run, q, k, v, sequences, key_mask, kernel=kernel)
-
-
-def _implementation(impl: Implementation) -> AbstractContextManager[None]:
-    return nullcontext() if impl == "auto" else implementation(impl)
 
 
 def _scaled(mechanism: Attention[Any, Any], q: Tensor, scale: float) -> tuple[Attention[Any, Any], Tensor]:

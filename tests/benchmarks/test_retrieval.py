@@ -14,7 +14,7 @@ import torch
 from benchmarks import manuals, retrieval
 from fast_attention import extend
 from fast_attention.lab import loading
-from fast_attention.lab.passages import Passages
+from fast_attention.lab.texts import TextChunks
 
 transformers = pytest.importorskip("transformers")
 
@@ -78,7 +78,7 @@ def test_every_way_reads_and_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
     vectors: dict[str, list[torch.Tensor]] = {}
     names: list[str] = []
     rows = []
-    for way in retrieval.ways(asked, Passages(transformers.ByT5Tokenizer())):
+    for way in retrieval.ways(asked, TextChunks(transformers.ByT5Tokenizer())):
         rows += retrieval.measure(way, held, names.append)
         for name, use in way.uses.items():
             vectors[name] = [use(way.document(pair.document)) for pair in held]

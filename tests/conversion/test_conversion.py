@@ -196,11 +196,11 @@ def test_a_training_that_made_it_worse_is_left_out() -> None:
 
 def test_texts_that_are_trained_on_do_not_judge() -> None:
     told = Conversion("", "", [], {}, figures={"tuned": {"loss": 4.0}})
-    assert told.judged("tuned") == 4.0
+    assert told.held_out_loss("tuned") == 4.0
     told.by_group["tuned"] = {"trained text, 512": {"loss": 9.0}}
-    assert told.judged("tuned") == 9.0
+    assert told.held_out_loss("tuned") == 9.0
     told.by_group["tuned"] |= {"short": {"loss": 1.0}, "other text, 512": {"loss": 2.0}}
-    assert told.judged("tuned") == 1.5
+    assert told.held_out_loss("tuned") == 1.5
 
 
 def test_a_group_has_the_figures_of_its_own_batches() -> None:

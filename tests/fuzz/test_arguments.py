@@ -26,7 +26,7 @@ OPTIONS = """
 --mechanism --mechanisms --model --lengths --length --dtype --device --causal --no-causal --backward --no-backward
 --budget --error --json --batch --training --seconds --seed --threads --resume --restart --keep-layers --share --train
 --teacher --positions --exact-up-to --batch-size --minutes --steps --lr --precision --opset --tolerance --onnx --help
---version --import --text --judge --fasta --max-bytes --transfer-minutes --head --out -- -x
+--version --import --text --held-out --out -- -x
 """
 VALUES = """0 1 -1 2 3.5 1e400 -inf nan 1000000000000000000000000000000 9999999999999 True None é \\ ' " 1,2 0,0 5,5 2x4
 0x4 FNet FNet( FNet() Softmax(scale=0) Softmax(scale='a') Local(window=-1) Performer lambda [] {} ../.. /dev/null

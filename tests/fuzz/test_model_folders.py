@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 
 from fast_attention import swap
-from fast_attention.lab import corpus, loading
+from fast_attention.lab import loading, texts
 from fast_attention.lab.inputs import InputError
 from tests.fuzz.kit import fuzz
 
@@ -148,7 +148,7 @@ def test_other_weights(model: str, head: str, place: float, how: str) -> None:
 )  # fmt: skip
 def test_tokenizers(part: str, places: list[float], length: float, value: Any, place: float) -> None:
     """It reads, or it is refused in one line."""
-    words = corpus.Corpus("words", (("words", " ".join(f"w{i % 40}" for i in range(60))),))
+    words = texts.Corpus("words", (("words", " ".join(f"w{i % 40}" for i in range(60))),))
     with tempfile.TemporaryDirectory() as at:
         copy = shutil.copytree(folder("bert"), Path(at) / "model")
         if places:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from fast_attention.lab import corpus
+from fast_attention.lab import texts
 from fast_attention.lab.inputs import InputError
 from tests.fuzz.kit import fuzz
 
@@ -31,7 +31,7 @@ def test_texts_are_read_or_refused(text: bytes, how: int) -> None:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(packed(text, how))
         try:
-            read, refusal = corpus.read(file.name).documents[0][1], f"not refused: {file.name}"
+            read, refusal = texts.read(file.name).documents[0][1], f"not refused: {file.name}"
         except InputError as error:
             read, refusal = "nothing", str(error)
     assert read.strip()

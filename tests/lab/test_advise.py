@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from fast_attention import catalogue
-from fast_attention.lab import advice, command_line, compare, timing
+from fast_attention.lab import advice, command_line, compare, measure
 from fast_attention.lab.accuracy import Scene
 from fast_attention.lab.advice import ORDER, Advised, Question, answer, ranked
 from fast_attention.lab.capture import Gaussian
-from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.measure import Competitor, Passes, Setting
-from fast_attention.lab.records import EXACT, Cell
+from fast_attention.lab.records import EXACT, Cell, Comparison, Error
 from fast_attention.lab.verdicts import LONG
 from tests.lab.reading_pages import assert_one_file, values
 from tests.lab.small_models import WORDS, saved
@@ -244,7 +243,7 @@ class Machine:
         patch.setattr(source, "layers", read)
         patch.setattr(Scene, "error", errors)
         patch.setattr(compare, "against_exact", competitors)
-        patch.setattr(timing, "counted", counted)
+        patch.setattr(measure, "counted", counted)
         self.source = source
 
     def advice(self, mechanisms: list[Any], seconds: float) -> Advised:

@@ -20,7 +20,7 @@ import pytest
 
 from fast_attention import __version__, catalogue, cli, extras, files
 from fast_attention.lab import command_line, inputs, listing, measure, options, refusals
-from fast_attention.lab.command_line import COMMANDS, REMOVED
+from fast_attention.lab.command_line import COMMANDS
 from fast_attention.value import SEEDS
 
 GAUSSIAN = ["--model", "gaussian", "--mechanisms", "FNet", "--lengths", "8", "--no-backward", "--budget", "5"]
@@ -81,8 +81,6 @@ BAD = {
     "no attention": (["check", "builtins:int"], "no module and no function"),
     "no arguments": (["check", "torch.nn:Linear"], "in_features"),
     "module to import": (["list", "--import", "no_such_module"], "no_such_module: ModuleNotFoundError: No module"),
-    **{name: ([name, "anything"], f"{name} is gone: {REMOVED[name]}") for name in REMOVED if name[0] != "-"},
-    **{name: (["compare", f"{name}=1"], f"{name} is gone: {REMOVED[name]}") for name in REMOVED if name[0] == "-"},
 }
 
 

@@ -14,14 +14,13 @@ import torch
 from torch.nn import functional as F
 
 from fast_attention import Bound, Mixer, Shape, catalogue, clock, extend
-from fast_attention.lab import compare, corpus, loading, measure, pictures, report, timing, verdicts
+from fast_attention.lab import compare, loading, measure, pictures, report, texts, verdicts
 from fast_attention.lab.accuracy import Scene, measurable, relative_rms
 from fast_attention.lab.capture import Gaussian, HuggingFace
-from fast_attention.lab.comparison import Comparison, Error
-from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
-from fast_attention.lab.records import EXACT, Cell
+from fast_attention.lab.records import EXACT, Cell, Comparison, Error
+from fast_attention.lab.texts import Corpus
 from tests.lab.reading_pages import assert_one_file, values
 from tests.lab.small_models import WORDS, saved, transformers
 
@@ -99,7 +98,7 @@ def test_minilm_reads_the_default_text() -> None:
         place = loading.default_model()
     except InputError:
         pytest.skip("the demo extra is not installed")
-    source = HuggingFace(place, corpus.read())
+    source = HuggingFace(place, texts.read())
     layers, _ = source.layers(64)
     assert (source.heads, source.head_dim, source.context, len(layers)) == (12, 32, 512, 6)
     assert 6 < layers[2].q.norm(dim=-1).mean() < 11  # trained weights: random ones give 0.1
@@ -331,18 +330,18 @@ def test_the_time_goes_to_the_first_and_what_is_left_out_says_why() -> None:
     times = {"FavorPlus()": 100.0, "Favor()": 10.0}
     record.cells = [Cell(n, 16, "measured", forward_best_ms=t, training_best_ms=t) for n, t in times.items()]
     everybody = measure.against_exact(of.mechanisms)
-    assert timing.predicted(record.cells, "FavorPlus()", 1.0, 64) == (pytest.approx(0.8), 0.0)
-    group = timing.TimingGroup(of.setting, everybody, record, 64, 1.0, lambda what: None)
+    assert measure.predicted(record.cells, "FavorPlus()", 1.0, 64) == (pytest.approx(0.8), 0.0)
+    group = measure.TimingGroup(of.setting, everybody, record, 64, 1.0, lambda what: None)
     reasons = [group.too_late(each) for each in everybody[1:]]
     assert reasons == ["about 0.8 s a pass: those before it fill the 1 s for this length", "", ""]
     group.runners[EXACT], group.estimates[EXACT] = measure.exact(of.setting, of.setting.tensors(8)), [0.2, 0.1]
     assert "about 0.1 s a pass" in group.too_late(everybody[2]), "three rounds are promised to what was added"
     record.cells[1].training_bytes = 2**40
     assert "GiB, more than half of the free memory" in group.too_large(everybody[2])
-    late = timing.TimingGroup(of.setting, everybody, record, 32, 1.0, lambda what: None)
+    late = measure.TimingGroup(of.setting, everybody, record, 32, 1.0, lambda what: None)
     late.started -= 10
     assert "those before it fill the 1 s" in late.too_late(everybody[3]), "though nothing is known of it"
-    group = timing.TimingGroup(of.setting, everybody[:1], record_of(of), 16, 5.0, lambda what: None)
+    group = measure.TimingGroup(of.setting, everybody[:1], record_of(of), 16, 5.0, lambda what: None)
     group.run()
     assert [cell.status for cell in group.record.cells] == ["measured"]
 
@@ -371,19 +370,19 @@ def test_rounds_are_interleaved_and_ratios_are_taken_within_a_round(monkeypatch:
         return real(run, *rest)
 
     of = plan("LinearAttention()", "FavorPlus()", lengths=(16,), backward=False)
-    group = timing.TimingGroup(of.setting, measure.against_exact(of.mechanisms), record_of(of), 16, 30.0, print)
+    group = measure.TimingGroup(of.setting, measure.against_exact(of.mechanisms), record_of(of), 16, 30.0, print)
     with monkeypatch.context() as patch:
         patch.setattr(clock, "seconds", watched)
         group.run()
-    rounds = [order[i : i + 3] for i in range(len(order) - 3 * timing.MOST_ROUNDS, len(order), 3)]
-    assert len(rounds) == timing.MOST_ROUNDS
+    rounds = [order[i : i + 3] for i in range(len(order) - 3 * measure.MOST_ROUNDS, len(order), 3)]
+    assert len(rounds) == measure.MOST_ROUNDS
     assert all(len(set(each)) == 3 for each in rounds), "everyone once in every round"
     assert len({tuple(map(id, each)) for each in rounds}) == 3, "and not always in the same order"
-    found, count = timing.timing([2.0, 30.0, 4.0], [1.0, 10.0, 4.0])
+    found, count = measure.timing([2.0, 30.0, 4.0], [1.0, 10.0, 4.0])
     assert (found.ms, found.ratio, found.best_ms, found.best_ratio, count) == (4000.0, 2.0, 2000.0, 2.0, 3)
-    found, _ = timing.timing([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5)
+    found, _ = measure.timing([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5)
     assert (found.low, found.ratio, found.high) == (2.0, 3.0, 4.0)
-    assert timing.timing([3.0], [1.0])[0].low == 3.0
+    assert measure.timing([3.0], [1.0])[0].low == 3.0
     assert (clock.repeats_for(1.0), clock.repeats_for(1e-4)) == (1, 20)
 
 
@@ -421,8 +420,7 @@ def test_the_crossover_holds_at_every_greater_length() -> None:
         ({128: 0.9, 256: 0.8, 512: 0.5, 1024: 0.9}, 128),
     ):
         assert verdicts.crossover(made_up(ratios), "Local()") == won
-    where = verdicts.crossing(made_up({128: 4, 256: 2, 512: 0.5, 1024: 0.2}), "Local()")
-    assert where == pytest.approx(256 * 2**0.5)
+    assert verdicts.interpolated({128: 4, 256: 2, 512: 0.5, 1024: 0.2}, 512) == (pytest.approx(256 * 2**0.5), False)
     assert verdicts.wins(made_up({128: 4, 256: 2, 512: 2, 1024: 1.5}), "Local()") == "never up to 1,024"
     assert verdicts.wins(made_up({128: 4, 256: 0.5}), "Local()") == "not timed beyond 256"
     assert verdicts.wins(made_up({128: 4, 256: 2}), "Local()") == "not up to 256"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fast_attention.lab import command_line, environment, measure, timing
+from fast_attention.lab import command_line, environment, measure
 from fast_attention.lab.environment import Others, usable_cores
 
 LIMITS = {
@@ -81,13 +81,13 @@ def test_torch_has_as_many_threads_as_may_be_used_and_its_own_number_again(monke
     monkeypatch.setattr(environment.Others, "words", lambda self: ["busy"])
     monkeypatch.setattr(measure.clock, "in_turns", lambda runs, *_: {count: [1.0] for count in runs})
     torch.set_num_threads(3)
-    with timing.by_threads(None) as conditions:
+    with measure.by_threads(None) as conditions:
         assert torch.get_num_threads() == 2
         assert conditions() == ["torch had 3 threads, and this process may use 2 cores: times are of 2.", "busy"]
     assert torch.get_num_threads() == 3
 
     def stopped() -> None:
-        with timing.by_threads(4) as conditions:
+        with measure.by_threads(4) as conditions:
             assert torch.get_num_threads() == 4
             assert conditions()[0].startswith("--threads 4, and this process may use 2 cores: threads wait")
             raise ValueError("stopped")
@@ -96,7 +96,7 @@ def test_torch_has_as_many_threads_as_may_be_used_and_its_own_number_again(monke
         stopped()
     assert torch.get_num_threads() == 3
     torch.set_num_threads(1)
-    with timing.by_threads(None) as conditions:
+    with measure.by_threads(None) as conditions:
         assert conditions() == ["busy"]
 
 

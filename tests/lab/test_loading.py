@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fast_attention import extras
-from fast_attention.lab import capture, command_line, corpus, loading, measure
+from fast_attention.lab import capture, command_line, loading, measure, texts
 from fast_attention.lab.inputs import InputError
 from tests.lab.small_models import GPT, SIZES, WORDS, saved, transformers
 
@@ -206,7 +206,7 @@ def test_the_model_of_the_demo_is_whole() -> None:
 
 def test_a_text_that_the_tokenizer_cannot_read(bert: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="knows no word"):
-        corpus.Corpus("other", (("other", "no such word " * 9),)).tokens(loading.tokenizer(bert), 9)
+        texts.Corpus("other", (("other", "no such word " * 9),)).tokens(loading.tokenizer(bert), 9)
     place = shutil.copytree(bert, tmp_path / "model")  # asking transformers for this token's number asks without end
     before = json.loads((place / "tokenizer_config.json").read_text(encoding="utf-8"))
     (place / "tokenizer_config.json").write_text(json.dumps(before | {"unk_token": ""}), encoding="utf-8")
@@ -220,7 +220,7 @@ def test_a_swapped_folder_is_read_as_it_runs(tmp_path: Path) -> None:
         saved(tmp_path / "exact", "GPT2LMHeadModel"),
         saved(tmp_path / "linear", "GPT2LMHeadModel", "LinearAttention"),
     )
-    words = corpus.Corpus("words", (("words", WORDS),))
+    words = texts.Corpus("words", (("words", WORDS),))
     exact, linear = (capture.HuggingFace(str(place), words) for place in places)
     assert (linear.heads, linear.head_dim, linear.context, linear.is_causal) == (4, 8, 48, True)
     before, after = exact.layers(20)[0], linear.layers(20)[0]

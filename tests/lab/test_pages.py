@@ -12,10 +12,21 @@ import pytest
 from matplotlib.figure import Figure as Canvas
 
 from fast_attention.lab import pages
-from fast_attention.lab.drawing import COLOURS, DARK, STYLE, Picture, svg
-from fast_attention.lab.numbers import Number, bytes_of, count, factor, fixed, milliseconds, percent
 from fast_attention.lab.pages import Code, Facts, Figure, Folded, Listing, Section, Words
-from fast_attention.lab.tables import Row, Table, Value, show
+from fast_attention.lab.pictures import COLOURS, DARK, STYLE, Picture, svg
+from fast_attention.lab.tables import (
+    Number,
+    Row,
+    Table,
+    Value,
+    bytes_of,
+    count,
+    factor,
+    fixed,
+    milliseconds,
+    percent,
+    show,
+)
 from tests.lab.reading_pages import assert_one_file, values
 
 BAD = '<b onclick="x">&amp;'

@@ -13,10 +13,9 @@ from benchmarks.bench import Benchmark, PeakMemory, Row, Step
 from experiments.reproductions.common import Reproduced
 from experiments.study import Result, Study
 from fast_attention.lab import records
-from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.converted import Converted
 from fast_attention.lab.inputs import InputError
-from fast_attention.lab.records import Cell, Record
+from fast_attention.lab.records import Cell, Comparison, Error, Record
 
 HELD = Path(__file__).parent.parent.parent / "records"
 KINDS: dict[str, type[Record]] = {"study": Study, "bench": Benchmark, "convert": Converted, "reproduce": Reproduced}

@@ -10,7 +10,7 @@ import pytest
 
 from fast_attention.lab import command_line, same_results
 from fast_attention.lab.capture import Gaussian, HuggingFace
-from fast_attention.lab.corpus import Corpus
+from fast_attention.lab.texts import Corpus
 from tests.lab.small_models import WORDS, saved
 
 PADDING = "Same results, faster: swap(model) leaves the padding of batches out."

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from fast_attention.lab import corpus, texts
+from fast_attention.lab import texts
 from fast_attention.lab.inputs import InputError
 
 
 def test_sources_are_prose_in_a_fixed_order_without_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "LIMIT", 60_000)
+    monkeypatch.setattr(texts, "SOURCE_BYTES", 60_000)
     for source in (texts.python, texts.packages):
         read = source()
         assert read == source()
@@ -23,7 +23,7 @@ def test_sources_are_prose_in_a_fixed_order_without_repetition(monkeypatch: pyte
         paragraphs = [paragraph for _, text in read.documents for paragraph in text.split("\n\n")]
         assert len(paragraphs) == len({*paragraphs})
         assert "fast-attention" not in [document for document, _ in read.documents]
-    assert len(corpus.read().documents[0][1]) > 200_000, "the default, of any length"
+    assert len(texts.read().documents[0][1]) > 200_000, "the default, of any length"
 
 
 def test_docstrings_are_read_once_the_topics_end(tmp_path: Path) -> None:
@@ -53,24 +53,24 @@ WRONG: dict[str, tuple[Callable[[], bytes], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_no_text_is_refused_by_name(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "LIMIT", 100_000)
+    monkeypatch.setattr(texts, "FILE_BYTES", 100_000)
     monkeypatch.setattr(corpus, "CHUNK", 1000)
     content, said = WRONG[case]
     (path := tmp_path / "a.txt").write_bytes(content())
     with pytest.raises(InputError, match=f"^[^\n]*{path}[^\n]*{said}"):
-        corpus.read(str(path))
+        texts.read(str(path))
 
 
 def test_what_a_text_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain or gzip, with a byte order mark as Windows writes it, and a pipe that a shell gives; no endless device."""
     for content in (b"words", codecs.BOM_UTF8 + b"words", gzip.compress(b"words")):
         (path := tmp_path / "a.txt").write_bytes(content)
-        assert corpus.read(str(path)).documents == (("a.txt", "words"),)
+        assert texts.read(str(path)).documents == (("a.txt", "words"),)
     reader, writer = os.pipe()
     os.write(writer, gzip.compress(b"words"))
     os.close(writer)
-    assert corpus.read(f"/dev/fd/{reader}").documents[0][1] == "words"
+    assert texts.read(f"/dev/fd/{reader}").documents[0][1] == "words"
     os.close(reader)
-    monkeypatch.setattr(corpus, "LIMIT", 100_000)
+    monkeypatch.setattr(texts, "FILE_BYTES", 100_000)
     with pytest.raises(InputError, match="more than 100,000 bytes"):
-        corpus.read("/dev/zero")
+        texts.read("/dev/zero")

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from fast_attention import catalogue, extras
-from fast_attention.conversion import checkpoint as checkpoints
-from fast_attention.conversion import goals, transfer
-from fast_attention.conversion.checkpoint import State
+from fast_attention.conversion import goals, outcome, transfer
 from fast_attention.conversion.goals import Batch, Chunks, HeldOutBatch, Teacher
-from fast_attention.conversion.outcome import STAGES, Conversion, Diverged
+from fast_attention.conversion.outcome import STAGES, Conversion, Diverged, State
 from fast_attention.conversion.settings import ConversionSettings
 from fast_attention.conversion.transfer import layers_of
 from fast_attention.integrations import crossover, swap, swap_back
@@ -30,8 +28,8 @@ from fast_attention.integrations.swapping import pretrained
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.refusals import is_module
 
-Groups = Mapping[str, Sequence[Batch]]  # what is held out; "" is the name of all if they are not in groups
-Held = Mapping[str, Sequence[HeldOutBatch]]
+Groups = Mapping[str, Sequence[Batch]]  # what is prepared out; "" is the name of all if they are not in groups
+Prepared = Mapping[str, Sequence[HeldOutBatch]]
 Watch = Callable[[dict[str, Any]], None]
 
 TRAINING = {"transferred": "transfer", "tuned": "fine-tune"}  # what leads to a stage
@@ -138,9 +136,9 @@ def _accelerator(device: torch.device, settings: ConversionSettings) -> Iterator
     try:
         yield Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
     finally:
-        for each, held in zip(shared, before, strict=True):
+        for each, values in zip(shared, before, strict=True):
             each.clear()
-            each.update(held)
+            each.update(values)
 
 
 class _Run:
@@ -178,21 +176,21 @@ class _Run:
         try:
             of = {} if path is None else self._identity()
             if resume and path is not None and path.exists():
-                self.result, self.finished, self.best = checkpoints.load(path, of)
+                self.result, self.finished, self.best = outcome.load(path, of)
                 self.model.load_state_dict(self.finished)
                 self.watch({"message": f"resumes from {path}: {', '.join(self.result.figures)} are measured"})
             if left := [stage for stage in STAGES if stage not in self.result.figures]:
-                prepared = {name: [*map(self._checked, batches)] for name, batches in groups.items()}
-                held = {name: self.goal.prepare(self.original, batches) for name, batches in prepared.items()}
+                checked = {name: [*map(self._checked, batches)] for name, batches in groups.items()}
+                prepared = {name: self.goal.prepare(self.original, batches) for name, batches in checked.items()}
                 if "original" not in self.result.figures:
-                    self._measure(self.result, "original", self.original, held)
+                    self._measure(self.result, "original", self.original, prepared)
                     self.watch({"measured": "original", **self.result.figures["original"]})
                     self._find_exact_up_to()
                 for stage in left:
-                    result, state = self._carried_out(stage, held)
+                    result, state = self._carried_out(stage, prepared)
                     best = state if result.best == stage else self.best
                     if path is not None:
-                        checkpoints.save(path, of, result, state, best)
+                        outcome.save(path, of, result, state, best)
                     self.result, self.finished, self.best = result, state, best
                     self.watch({"measured": stage, **result.figures[stage]})
             self._leave(self.result.best, self.best, "complete")
@@ -217,12 +215,12 @@ class _Run:
         limit = "" if self.exact_up_to is None else f", exact up to {self.exact_up_to}"
         return {
             "model": f"{type(self.original).__name__} of {size:,} parameters",
-            "weights": checkpoints.fingerprint(self.original), "mechanism": f"{self.mechanism!r}{limit}",
+            "weights": outcome.fingerprint(self.original), "mechanism": f"{self.mechanism!r}{limit}",
             "layers that stay exact": repr([*self.result.kept]), "teacher": repr(self.teacher),
             "settings": repr(self.settings),
         }  # fmt: skip
 
-    def _carried_out(self, stage: str, held: Held) -> tuple[Conversion, State]:
+    def _carried_out(self, stage: str, prepared: Prepared) -> tuple[Conversion, State]:
         """Train and measure a stage: the result with its figures, and the model's state."""
         result = copy.deepcopy(self.result)
         if stage == "swapped":
@@ -230,12 +228,12 @@ class _Run:
         else:
             self._train(stage, result)
         if self.teacher == "original":
-            batches = [each.batch for each in chain(*held.values())]
+            batches = [each.batch for each in chain(*prepared.values())]
             result.errors[stage] = transfer.errors(self.model, self.original, result.converted, batches)
         self._limit()
-        self._measure(result, stage, self.model, held)
+        self._measure(result, stage, self.model, prepared)
         self._unlimit()
-        if not result.best or result.judged(stage) < result.judged(result.best):
+        if not result.best or result.held_out_loss(stage) < result.held_out_loss(result.best):
             result.best = stage
         return result, {name: x.clone() for name, x in self.model.state_dict().items()}
 
@@ -307,9 +305,9 @@ class _Run:
             raise ValueError(f"text {row} of a batch has no token, its attention_mask is all padding: leave it out")
         return {name: x.to(next(self.model.parameters()).device) for name, x in batch.items()}
 
-    def _measure(self, result: Conversion, when: str, model: Any, held: Held) -> None:
+    def _measure(self, result: Conversion, when: str, model: Any, prepared: Prepared) -> None:
         self.watch({"measuring": when})
-        result.figures[when], groups = goals.measure(self.goal, model, held)
+        result.figures[when], groups = goals.measure(self.goal, model, prepared)
         if [*groups] != [""]:
             result.by_group[when] = groups
 

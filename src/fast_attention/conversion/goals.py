@@ -73,17 +73,17 @@ class Chunks(Value):
     Args:
         tokens: Tokens of a chunk with the tokenizer's marks, as many as the original was trained to read.
         before: Marks that the tokenizer puts before a text, which every chunk gets.
-        behind: Marks that it puts behind one.
+        after: Marks that it puts after one.
     """
 
     tokens: int = 512
     before: int = 1
-    behind: int = 1
+    after: int = 1
 
     def __post_init__(self) -> None:
         at_least(self, "before", self.before, 0)
-        at_least(self, "behind", self.behind, 0)
-        at_least(self, "tokens", self.tokens, self.before + self.behind + 1)
+        at_least(self, "after", self.after, 0)
+        at_least(self, "tokens", self.tokens, self.before + self.after + 1)
 
     @torch.no_grad()
     def read(self, original: Any, batch: Batch) -> Targets:
@@ -101,14 +101,14 @@ class Chunks(Value):
 
     def _row(self, original: Any, row: Tensor) -> Targets:
         """The targets of one text, without padding."""
-        end = len(row) - self.behind
-        contents = row[self.before : end].split(self.tokens - self.before - self.behind)
+        end = len(row) - self.after
+        contents = row[self.before : end].split(self.tokens - self.before - self.after)
         parts: list[tuple[Tensor, ...]] = []
         for number, content in enumerate(contents):
             chunk = torch.cat([row[: self.before], content, row[end:]])[None]
             states = hidden(original, {"input_ids": chunk, "attention_mask": torch.ones_like(chunk)})
             first = 0 if number == 0 else self.before
-            last = chunk.shape[1] - (0 if number == len(contents) - 1 else self.behind)
+            last = chunk.shape[1] - (0 if number == len(contents) - 1 else self.after)
             parts.append((*(x[0, first:last] for x in states), states[-1][0].mean(0)))
         weights = row.new_tensor([len(content) for content in contents], dtype=torch.float32) / (end - self.before)
         *layers, sentences = zip(*parts, strict=True)
@@ -138,7 +138,7 @@ class HeldOutBatch(NamedTuple):
 @torch.no_grad()
 def measure(goal: Goal, model: Any, groups: Mapping[str, Sequence[HeldOutBatch]]) -> tuple[Figures, dict[str, Figures]]:
     """The figures of a model on all batches, and on those of each group."""
-    scores = {name: _joined(goal.scores(model, each) for each in held) for name, held in groups.items()}
+    scores = {name: _joined(goal.scores(model, each) for each in batches) for name, batches in groups.items()}
     return goal.figures(_joined(scores.values())), {name: goal.figures(each) for name, each in scores.items()}
 
 
@@ -172,9 +172,9 @@ class LanguageModel:
             raise ValueError("a batch to train on has no token to predict: give texts of two tokens or more")
         return F.cross_entropy(logits, targets)
 
-    def scores(self, model: Any, held: HeldOutBatch) -> Scores:
+    def scores(self, model: Any, batch: HeldOutBatch) -> Scores:
         """Nats of every token."""
-        return {"nats": F.cross_entropy(*self._predictions(model, held.batch), reduction="none")}
+        return {"nats": F.cross_entropy(*self._predictions(model, batch.batch), reduction="none")}
 
     def figures(self, scores: Scores) -> Figures:
         """``loss``: nats per token."""
@@ -214,14 +214,14 @@ class HiddenStates:
         likeness = F.cosine_similarity(pooled(outputs[-1], mask), reference.sentences.float(), dim=-1)
         return torch.stack(layers).mean() + 1 - likeness.mean()
 
-    def scores(self, model: Any, held: HeldOutBatch) -> Scores:
+    def scores(self, model: Any, batch: HeldOutBatch) -> Scores:
         """Cosines to the teacher: of the sentence embeddings and of single tokens."""
-        assert held.reference is not None
-        assert held.sentences is not None
-        output, mask = hidden(model, held.batch)[-1].float(), tokens(held.batch)
-        each = F.cosine_similarity(output, held.reference.float(), dim=-1)
+        assert batch.reference is not None
+        assert batch.sentences is not None
+        output, mask = hidden(model, batch.batch)[-1].float(), tokens(batch.batch)
+        each = F.cosine_similarity(output, batch.reference.float(), dim=-1)
         return {
-            "sentences": F.cosine_similarity(pooled(output, mask), held.sentences.float(), dim=-1),
+            "sentences": F.cosine_similarity(pooled(output, mask), batch.sentences.float(), dim=-1),
             "tokens": each.flatten() if mask is None else each[mask],
         }
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from fast_attention import catalogue
 from fast_attention.lab.capture import Layer
-from fast_attention.lab.comparison import Error
 from fast_attention.lab.measure import Setting
+from fast_attention.lab.records import Error
 from fast_attention.lab.refusals import first_line
 from fast_attention.mechanism import Attention, Shape, Unsupported
 from fast_attention.nn.bound import Bound

@@ -10,13 +10,11 @@ from rich.text import Text
 
 from fast_attention.lab import pages, pictures, report, same_results, verdicts
 from fast_attention.lab.accuracy import measurable
-from fast_attention.lab.comparison import Comparison
-from fast_attention.lab.numbers import Number, bytes_of, count, factor, milliseconds, percent
 from fast_attention.lab.pages import Block, Figure, Folded, Listing, Section, Words
 from fast_attention.lab.pictures import Point, Tradeoff
-from fast_attention.lab.records import EXACT, Cell, Pass
+from fast_attention.lab.records import EXACT, Cell, Comparison, Pass
+from fast_attention.lab.tables import Number, Table, Value, bytes_of, count, factor, milliseconds, percent
 from fast_attention.lab.tables import Row as Line
-from fast_attention.lab.tables import Table, Value
 
 Kind = Literal["use", "exact", "unproven", "slower", "inexact", "open", "unknown", "cannot"]
 ORDER: tuple[Kind, ...] = ("use", "exact", "unproven", "slower", "inexact", "open", "unknown", "cannot")

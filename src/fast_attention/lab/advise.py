@@ -14,7 +14,7 @@ from fast_attention.lab import options
 from fast_attention.lab.options import KINDS, at_work
 
 if TYPE_CHECKING or at_work():
-    from fast_attention.lab import advice, capture, compare, inputs, progress, sources, tables, timing
+    from fast_attention.lab import advice, capture, compare, inputs, measure, progress, tables
     from fast_attention.lab.advice import Advised, Question
     from fast_attention.lab.compare import Plan
     from fast_attention.lab.environment import begun
@@ -47,11 +47,11 @@ def advise_command(
 
     [dim]fast-attention advise MODEL_DIR --length 4096 --budget 0.05[/dim]
     """
-    with timing.by_threads(threads) as conditions:
+    with measure.by_threads(threads) as conditions:
         where, kind = inputs.device(device), inputs.dtype(dtype)
         chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
         inputs.folder(out)
-        source = sources.source(model, text, seed, length)
+        source = capture.source(model, text, seed, length)
         is_causal = source.is_causal if causal is None else causal
         if source.is_causal and not is_causal:
             raise InputError("--no-causal: the model is a decoder, whose attention is causal")

@@ -3,21 +3,71 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fast_attention.engine import heads
 from fast_attention.integrations import swap
 from fast_attention.integrations.extending import extend
-from fast_attention.lab import loading
-from fast_attention.lab.calls import Call, reading
-from fast_attention.lab.corpus import Corpus
+from fast_attention.lab import loading, texts
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.refusals import first_line
-from fast_attention.mechanism import Unsupported
+from fast_attention.lab.texts import Corpus
+from fast_attention.mechanism import Attention, Unsupported
 from fast_attention.nn.bound import Bound
+
+
+class Call(NamedTuple):
+    """One layer's call: the mechanism, its inputs (q, k, v: (1, H, L, E)), and the rest of its arguments."""
+
+    layer: str
+    bound: Bound
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keywords: dict[str, Any]
+
+
+@torch.no_grad()
+def calls_during(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
+    """The calls of all bound attentions in a model during ``run``, in their order."""
+    calls: list[Call] = []
+
+    def watch(name: str, part: Bound) -> Any:
+        layer = name.removesuffix(".bound").removesuffix(".fast_attention").removesuffix(".attention")
+
+        def keep(module: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+            chosen = {x: options[x] for x in ("is_causal", "key_mask", "attn_mask") if options.get(x) is not None}
+            before = sum(call.bound is part for call in calls)  # some models run one layer several times
+            again = f", time {before + 1}" if before else ""
+            q, k, v = inputs[:3]
+            k, v = heads.repeated(q.shape[-3], k=k, v=v)
+            calls.append(Call(layer + again, part, q, k, v, chosen))
+
+        return part.register_forward_pre_hook(keep, with_kwargs=True)
+
+    bounds = {name: part for name, part in model.named_modules() if isinstance(part, Bound)}
+    hooks = [watch(name, part) for name, part in bounds.items() if isinstance(part.mechanism, Attention)]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def reading(model: nn.Module, tokens: Tensor) -> list[Call]:
+    """The calls while a model reads tokens (1, L), without a cache: its state would be advanced past the mechanism's
+    own call."""
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return calls_during(model, lambda: model(tokens, **options))
+
 
 GAUSSIAN = "gaussian"
 
@@ -163,3 +213,34 @@ def _short(name: str) -> str:
     if not path.exists():
         return name
     return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name
+
+
+_SHAPES = re.compile(r"([0-9]+)x([0-9]+)")
+
+
+def source(model: str | None, text: str | None, seed: int, longest: int = 0) -> Source:
+    """The source called ``model``: what ``loading.find`` knows, ``gaussian``, or ``HEADSxWIDTH`` (such tensors).
+
+    A Hugging Face model's positions are extended to ``longest`` tokens where it has fewer.
+
+    Raises:
+        InputError: It cannot be read, or does not read what was given.
+    """
+    sizes = _SHAPES.fullmatch(model or "")
+    if sizes or model == GAUSSIAN:
+        if text:
+            raise InputError(f"--model {model} reads nothing: leave out --text")
+        if sizes is None:
+            return Gaussian(seed=seed)
+        if not all(0 < len(size.lstrip("0")) < 10 for size in sizes.groups()):
+            raise InputError(f"{model}: write HEADSxWIDTH, both at least 1 and below 10^9, such as 8x64")
+        heads, width = map(int, sizes.groups())
+        return Gaussian(heads, width, seed)
+    try:
+        name = model or loading.default_model()
+        loading.find(name)
+    except InputError as error:
+        raise InputError(
+            f"{error}. For a model of another kind give its heads and their width, such as 8x64"
+        ) from error
+    return HuggingFace(name, texts.read(text), longest)

@@ -25,29 +25,11 @@ COMMANDS = {  # and the module of each, in which its function is called ``NAME_c
     "list": "listing", "advise": "advise", "compare": "compare", "check": "check", "convert": "convert",
     "export": "export",
 }  # fmt: skip
-_CHECKOUT = "in a checkout of the repository"
-REMOVED = {  # commands and options of before, and what took their place
-    "train": f"use python -m experiments.train {_CHECKOUT}",
-    "study": f"use python -m experiments.study {_CHECKOUT}",
-    "generate": f"use python -m experiments.generate {_CHECKOUT}",
-    "tasks": f"experiments/tasks.py has those of python -m experiments.train, {_CHECKOUT}",
-    "reproduce": f"use python -m experiments.reproductions.NAME {_CHECKOUT}",
-    "bench": f"use python -m benchmarks.bench {_CHECKOUT}",
-    "maps": 'the gallery page "attention maps" draws them by fast_attention.attention_rows',
-    "--fasta": "proteins are read by the tasks of experiments/; --text takes a file of residues too",
-    "--head": 'the gallery page "attention maps" draws heads by fast_attention.attention_rows',
-    "--max-bytes": "files of up to 1 GiB are read, unpacked",
-    "--transfer-minutes": "fast-attention convert trains a mechanism into a model",
-}
 
 
 def run(arguments: list[str]) -> int:
     """Run one command; the exit code. What cannot be carried out is one line on stderr."""
     first, rest = _split(arguments)
-    command = [word for word in rest if not word.startswith("-")][:1]
-    options_given = [word.split("=")[0] for word in rest if word.startswith("-")]
-    if removed := [word for word in (*command, *options_given) if word in REMOVED]:
-        return refusals.refuse(2, f"{removed[0]} is gone: {REMOVED[removed[0]]}")
     try:
         return _app()(args=[*first, *_repeat(rest)], prog_name="fast-attention", standalone_mode=False) or 0
     except _UsageError as error:

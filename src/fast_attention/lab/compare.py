@@ -16,15 +16,13 @@ from fast_attention.lab.options import KINDS, at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention import catalogue
-    from fast_attention.lab import inputs, progress, report, same_results, sources, tables, timing, verdicts
+    from fast_attention.lab import capture, inputs, measure, progress, report, same_results, tables, verdicts
     from fast_attention.lab.accuracy import Scene, measurable
     from fast_attention.lab.capture import Source
-    from fast_attention.lab.comparison import Comparison, Error
     from fast_attention.lab.environment import begun
     from fast_attention.lab.inputs import InputError
-    from fast_attention.lab.measure import Setting, against_exact
-    from fast_attention.lab.records import EXACT
-    from fast_attention.lab.timing import MOST_ROUNDS, TimingGroup
+    from fast_attention.lab.measure import MOST_ROUNDS, Setting, TimingGroup, against_exact
+    from fast_attention.lab.records import EXACT, Comparison, Error
 
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
 LONGEST_ERROR = 8192  # tokens: exact attention in float64 takes seconds for each layer there, and four times at twice
@@ -61,12 +59,12 @@ def compare_command(
 
     [dim]fast-attention compare --mechanisms LinearAttention "FavorPlus(num_features=64)" --lengths 512 2048[/dim]
     """
-    with timing.by_threads(threads) as conditions:
+    with measure.by_threads(threads) as conditions:
         where, kind = inputs.device(device), inputs.dtype(dtype)
         chosen = inputs.mechanisms(mechanisms) if mechanisms else default_mechanisms()
         sizes = inputs.lengths(lengths or list(LENGTHS))
         inputs.folder(out)
-        source = sources.source(model, text, seed, min(max(sizes), LONGEST_ERROR))
+        source = capture.source(model, text, seed, min(max(sizes), LONGEST_ERROR))
         is_causal = source.is_causal if causal is None else causal
         setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
         plan = Plan(source, chosen, sizes, setting, budget, asked)

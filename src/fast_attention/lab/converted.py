@@ -8,10 +8,9 @@ from typing import Any
 
 from fast_attention.conversion import Conversion
 from fast_attention.lab import pages
-from fast_attention.lab.numbers import bytes_of, count, factor, fixed, milliseconds
 from fast_attention.lab.pages import Section, Words
 from fast_attention.lab.records import Record
-from fast_attention.lab.tables import Table
+from fast_attention.lab.tables import Table, bytes_of, count, factor, fixed, milliseconds
 
 STAGES = {
     "original": "original", "swapped": "swapped, untrained", "transferred": "after the transfer",
@@ -63,15 +62,17 @@ class Converted(Record):
 
 def gain(record: Converted) -> str:
     """Gain on texts that were not trained on, in steps and losses."""
-    held = record.conversion
-    where = "on texts of another source" if len(held.by_group.get(held.best, {})) > 1 else "on the held-out passages"
-    losses = {when: held.judged(when) for when in record.stages}
-    if held.best != "swapped":
-        first, last = losses["swapped"], losses[held.best]
-        return f"{held.steps:,} steps; {where} the loss fell from {first:.4f}, untrained, to {last:.4f}."
+    result = record.conversion
+    where = (
+        "on texts of another source" if len(result.by_group.get(result.best, {})) > 1 else "on the held-out passages"
+    )
+    losses = {when: result.held_out_loss(when) for when in record.stages}
+    if result.best != "swapped":
+        first, last = losses["swapped"], losses[result.best]
+        return f"{result.steps:,} steps; {where} the loss fell from {first:.4f}, untrained, to {last:.4f}."
     tried = "".join(f", {STAGES[when]} {losses[when]:.4f}" for when in record.stages[2:])
     least = f"the loss is {losses['swapped']:.4f} without training{tried}"
-    return f"{held.steps:,} steps, and nothing was gained {where}: {least}. The model is the untrained swap."
+    return f"{result.steps:,} steps, and nothing was gained {where}: {least}. The model is the untrained swap."
 
 
 def every(record: Converted) -> list[Table]:
@@ -95,11 +96,11 @@ def quality(record: Converted) -> list[Table]:
 
 def layers(record: Converted) -> Table:
     """Mechanism of every layer, and its error at every stage."""
-    held, rows = record.conversion, []
-    for name in held.layers:
-        runs = held.mechanism if name in held.converted else f"exact attention: {held.kept[name]}"
-        rows.append([name, runs, *(fixed(errors.get(name), ".3f") for errors in held.errors.values())])
-    return Table(["layer", "runs", *(f"error, {STAGES[when]}" for when in held.errors)], rows, left=[1])
+    result, rows = record.conversion, []
+    for name in result.layers:
+        runs = result.mechanism if name in result.converted else f"exact attention: {result.kept[name]}"
+        rows.append([name, runs, *(fixed(errors.get(name), ".3f") for errors in result.errors.values())])
+    return Table(["layer", "runs", *(f"error, {STAGES[when]}" for when in result.errors)], rows, left=[1])
 
 
 def costs(record: Converted) -> Table:
@@ -114,13 +115,13 @@ def costs(record: Converted) -> Table:
 
 def html(record: Converted) -> str:
     """The page."""
-    meta, held = record.meta, record.conversion
+    meta, result = record.meta, record.conversion
     facts = {
-        "Model": f"{meta['model']}, {len(held.layers)} attention layers, {len(held.converted)} converted",
-        "Mechanism": held.mechanism, "Positions": meta["positions"] or "the model's own", "Teacher": meta["teacher"],
-        "Judged by": f"{held.goal}, {meta['passages']} passages of up to {meta['length']} tokens that no training saw; "
-        f"stages are compared on {meta['judge']['name']}",
-        "Loss": "2 - the mean cosine of sentences" if "token_cosine" in held.figures["original"] else "nats per token",
+        "Model": f"{meta['model']}, {len(result.layers)} attention layers, {len(result.converted)} converted",
+        "Mechanism": result.mechanism, "Positions": meta["positions"] or "the model's own", "Teacher": meta["teacher"],
+        "Judged by": f"{result.goal}, {meta['passages']} passages of up to {meta['length']} tokens that no training "
+        f"saw; stages are compared on {meta['held_out']['name']}",
+        "Loss": "2 - the mean cosine of sentences" if record.conversion.goal.startswith("like") else "nats per token",
         "Text": meta["text"], "Training": f"{meta['settings']}, {meta['batch_size']} passages a batch",
     }  # fmt: skip
     sections = [
@@ -130,5 +131,5 @@ def html(record: Converted) -> str:
         pages.run(meta, facts),
         pages.again(meta, record.data, "The model: fast_attention.from_pretrained on this folder."),
     ]
-    done = f"{meta['model']}, {len(held.converted)} of {len(held.layers)} layers to {held.mechanism}"
+    done = f"{meta['model']}, {len(result.converted)} of {len(result.layers)} layers to {result.mechanism}"
     return pages.page("convert", sections, [*pages.partial(meta, "conversion"), pages.where(meta, done)])

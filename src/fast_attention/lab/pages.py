@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from fast_attention.lab.drawing import DARK, Picture
+from fast_attention.lab.pictures import DARK, Picture
 from fast_attention.lab.tables import Table
 
 

@@ -11,10 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 
-def nothing(*_: object) -> None:
-    """Ignore all steps."""
-
-
 @contextmanager
 def counted(total: int) -> Iterator[Callable[[str], None]]:
     """A bar of ``total`` steps; every call is one of them, and shows its description."""

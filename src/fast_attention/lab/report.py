@@ -7,11 +7,9 @@ from typing import Any
 
 from fast_attention import catalogue
 from fast_attention.lab import pages, pictures, same_results, verdicts
-from fast_attention.lab.comparison import Comparison
-from fast_attention.lab.numbers import bytes_of, count, digits, factor, milliseconds, percent
 from fast_attention.lab.pages import Figure, Folded, Listing, Section, Words
-from fast_attention.lab.records import EXACT, PASSES, Cell
-from fast_attention.lab.tables import Row, Table, Value
+from fast_attention.lab.records import EXACT, PASSES, Cell, Comparison
+from fast_attention.lab.tables import Row, Table, Value, bytes_of, count, digits, factor, milliseconds, percent
 
 _READING = """A row is of one length. What estimates exact attention stands first, then what must be trained, then
 other functions; the fastest first. Speed is exact attention's time divided by the mechanism's, forward pass, median

@@ -11,7 +11,7 @@ import torch
 from fast_attention.integrations import swap
 from fast_attention.lab import loading
 from fast_attention.lab.capture import HuggingFace, Source
-from fast_attention.lab.numbers import digits
+from fast_attention.lab.tables import digits
 
 EVEN = 1.03  # times as fast, below which a gain is noise
 SHARE = 0.25  # of the seconds that a comparison may take

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from fast_attention import catalogue
-from fast_attention.lab.comparison import Comparison, Error
-from fast_attention.lab.numbers import Number, digits, percent
-from fast_attention.lab.records import EXACT, Cell, Pass
+from fast_attention.lab.records import EXACT, Cell, Comparison, Error, Pass
+from fast_attention.lab.tables import Number, digits, percent
 from fast_attention.mechanism import Mixer
 
 NOISE = 0.05
@@ -46,20 +45,14 @@ def crossover(record: Comparison, name: str, which: Pass = "forward") -> int | N
     return won
 
 
-def crossing(record: Comparison, name: str, which: Pass = "forward") -> float | None:
-    """The length at which the ratio passes 1, between the crossover and the length before it, on log-log lines."""
-    won = crossover(record, name, which)
-    return None if won is None else interpolated(record.ratios(name, which), won)[0]
-
-
 def interpolated(ratios: Mapping[int, float], won: int) -> tuple[float, bool]:
     """Where time ratios pass 1 before the length ``won``, on log-log lines, and whether that is only an upper bound."""
     shorter = [length for length in ratios if length < won]
     if not shorter:
         return float(won), True
     before = max(shorter)
-    above, below = max(math.log(ratios[before]), 0.0), -math.log(ratios[won])
-    return math.exp(math.log(before) + above / (above + below) * math.log(won / before)), False
+    slower, faster = max(math.log(ratios[before]), 0.0), -math.log(ratios[won])
+    return math.exp(math.log(before) + slower / (slower + faster) * math.log(won / before)), False
 
 
 def longest(record: Comparison) -> int | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fast_attention import catalogue, grouped, packed, parallel
+from fast_attention import catalogue, parallel
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
 from fast_attention.engine import heads
 from fast_attention.known_names import refuse_keywords
@@ -139,22 +138,10 @@ class Bound(Spread, nn.Module):
         """
         self._check(inputs, enable_gqa)
         mechanism, w = self._with(sinks)
-        if (group := self.group_of(group)) is not None:
-            if enable_gqa:
-                inputs = (inputs[0], *heads.repeated(self.shape.heads, k=inputs[1], v=inputs[2]))
-            packing = {} if cu_seqlens is None and lengths is None else {"cu_seqlens": cu_seqlens, "lengths": lengths}
-            return parallel.run(
-                mechanism, inputs, w, group=group, is_causal=is_causal, key_mask=key_mask,
-                attn_mask=attn_mask, dropout=dropout, **packing,
-            )  # fmt: skip
-        options: Any = {"is_causal": is_causal, "attn_mask": attn_mask, "dropout": dropout, "enable_gqa": enable_gqa}
-        run = partial(self._call, mechanism, w, **options)
-        if cu_seqlens is None and lengths is None:
-            return run(*inputs, key_mask=key_mask)
-        kernel = None
-        if isinstance(mechanism, Attention) and not enable_gqa and dropout == 0.0:
-            kernel = packed.packed_kernel(mechanism, w, is_causal=is_causal)
-        return self._call_packed(run, inputs, key_mask, cu_seqlens, lengths, attn_mask, kernel)
+        return parallel.run(
+            mechanism, inputs, w, group=self.group_of(group), is_causal=is_causal, key_mask=key_mask,
+            attn_mask=attn_mask, dropout=dropout, cu_seqlens=cu_seqlens, lengths=lengths, enable_gqa=enable_gqa,
+        )  # fmt: skip
 
     def _with(self, sinks: Tensor | None) -> tuple[Any, Any]:
         """The mechanism and its weights, of which another module may hold the sinks."""
@@ -168,30 +155,6 @@ class Bound(Spread, nn.Module):
                 f"sinks must be a tensor of shape ({self.shape.heads},), a score for each head; got {what}"
             )
         return self.mechanism.with_sinks(sinks, self.w)
-
-    @staticmethod
-    def _call(
-        mechanism: Any, w: Any, *inputs: Tensor, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None,
-        dropout: float, enable_gqa: bool,
-    ) -> Tensor:  # fmt: skip
-        if isinstance(mechanism, Attention):
-            (q, k, v), run = inputs, partial(grouped.attend, mechanism) if enable_gqa else mechanism
-            return run(q, k, v, w, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout)
-        if attn_mask is not None or dropout != 0.0:
-            raise mechanism.refuse("an arbitrary attn_mask or attention dropout", "mask")
-        return mechanism(inputs[0], w, is_causal=is_causal, key_mask=key_mask)
-
-    def _call_packed(
-        self, run: packed.Call, inputs: tuple[Tensor, ...], key_mask: Tensor | None, cu_seqlens: CuSeqlens | None,
-        lengths: Lengths | None, attn_mask: Tensor | None, kernel: packed.PackedKernel | None,
-    ) -> Tensor:  # fmt: skip
-        tokens, keys = inputs[0].shape[-2], inputs[-1].shape[-2]
-        sequences = packed.packing(cu_seqlens, lengths, tokens, keys, attn_mask)
-        assert sequences is not None
-        if len(inputs) == 1:
-            return packed.mix(run, inputs[0], sequences, key_mask)
-        q, k, v = inputs
-        return packed.attend(run, q, k, v, sequences, key_mask, kernel=kernel)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None, group: Any = None,
@@ -224,11 +187,11 @@ class Bound(Spread, nn.Module):
         return f"{self.mechanism!r}, {self.shape}"
 
     def _check(self, inputs: tuple[Tensor, ...], enable_gqa: bool = False) -> None:
-        wanted = 3 if isinstance(self.mechanism, Attention) else 1
-        if len(inputs) != wanted:
-            raise TypeError(f"{self.mechanism!r} takes {'q, k, v' if wanted == 3 else 'x'}; got {len(inputs)} tensors")
+        names = "q, k, v" if isinstance(self.mechanism, Attention) else "x"
+        if len(inputs) != len(names.split()):
+            raise TypeError(f"{self.mechanism!r} takes {names}; got {len(inputs)} tensors")
         first, shape = inputs[0], self.shape
-        if wanted == 3:
+        if len(inputs) == 3:
             self._check_heads(inputs[:1] if enable_gqa else inputs)
         elif isinstance(first, Tensor) and first.ndim > 1 and first.shape[-1] != shape.width:
             raise ValueError(f"x has width {first.shape[-1]} and this module was built for {shape.width} ({shape})")

@@ -5,18 +5,18 @@ Packed sequences that one process holds stay there, and those over borders are s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fast_attention import checks, decoding, packed
+from fast_attention import checks, decoding, grouped, packed
 from fast_attention.decoding import State
-from fast_attention.engine import trace
+from fast_attention.engine import heads, trace
 from fast_attention.expressions import in_words
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.packed import CuSeqlens, Lengths, PackedLengths, Packing
@@ -132,32 +132,51 @@ def decode(
 
 
 def run(
-    mechanism: Mechanism[Any, Any], inputs: tuple[Tensor, ...], w: Any, *, attn_mask: Tensor | None = None,
-    dropout: float = 0.0, **options: Any,
+    mechanism: Any, inputs: tuple[Tensor, ...], w: Any, *, group: Any = None, is_causal: bool = False,
+    key_mask: Tensor | None = None, attn_mask: Tensor | None = None, dropout: float = 0.0,
+    cu_seqlens: CuSeqlens | None = None, lengths: Lengths | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attend over several processes with the arguments that a module has: ``attend``, and refusals by name.
+    """Call a mechanism on packed sequences, with fewer heads of keys, or over several processes, where that is asked.
 
     Args:
-        mechanism: What attends.
-        inputs: q, k and v of this process's tokens, (batch, heads, tokens, width) each.
-        w: The mechanism's weights.
-        attn_mask: Refused where given.
-        dropout: Refused where it is not 0.
-        options: As for ``attend``.
+        mechanism: The mechanism, and ``w`` its weights.
+        inputs: q, k and v of an attention, or x of a mixer; of a ``group`` this process's tokens.
+        group: This and all that follows as in ``fast_attention.attention``.
 
     Raises:
-        Unsupported: A mask, dropout or a mechanism that cannot be spread over processes.
+        Unsupported: The mechanism's traits deny what was asked, or it cannot be spread over processes.
+        ValueError: Sizes do not fit.
     """
-    if attn_mask is not None or dropout != 0.0:
-        what = "an attn_mask" if attn_mask is not None else "attention dropout"
-        raise Unsupported(
-            f"{mechanism!r} does not take {what} over several processes. What would work: is_causal, key_mask, and "
-            "dropout=0.0"
-        )
-    if not isinstance(mechanism, Attention):
-        raise _refused(mechanism)
+    attends, packs = isinstance(mechanism, Attention), cu_seqlens is not None or lengths is not None
+    if group is not None:
+        if attn_mask is not None or dropout != 0.0:
+            what = "an attn_mask" if attn_mask is not None else "attention dropout"
+            raise Unsupported(
+                f"{mechanism!r} does not take {what} over several processes. What would work: is_causal, key_mask, and "
+                "dropout=0.0"
+            )
+        if not attends:
+            raise _refused(mechanism)
+        q, k, v = inputs
+        k, v = heads.repeated(q.shape[-3], k=k, v=v) if enable_gqa else (k, v)
+        packing = {"cu_seqlens": cu_seqlens, "lengths": lengths} if packs else {}
+        return attend(mechanism, q, k, v, w, group=group, is_causal=is_causal, key_mask=key_mask, **packing)
+    call: Any = partial(grouped.attend, mechanism) if enable_gqa else mechanism
+    if attends:
+        call = partial(call, w=w, is_causal=is_causal, attn_mask=attn_mask, dropout=dropout)
+    elif attn_mask is not None or dropout != 0.0:
+        raise mechanism.refuse("an arbitrary attn_mask or attention dropout", "mask")
+    else:
+        call = partial(mechanism, w=w, is_causal=is_causal)
+    if not packs:
+        return call(*inputs, key_mask=key_mask)
+    sequences = packed.packing(cu_seqlens, lengths, inputs[0].shape[-2], inputs[-1].shape[-2], attn_mask)
+    assert sequences is not None
+    if not attends:
+        return packed.mix(call, inputs[0], sequences, key_mask)
+    kernel = None if enable_gqa or dropout > 0.0 else packed.packed_kernel(mechanism, w, is_causal=is_causal)
     q, k, v = inputs
-    return attend(mechanism, q, k, v, w, **options)
+    return packed.attend(call, q, k, v, sequences, key_mask, kernel=kernel)
 
 
 def _as_many(call: Call, sequences: PackedLengths | None) -> None:
@@ -239,7 +258,7 @@ def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
             rows = [torch.cat([cut[i] for i in whole], -2) for cut in cuts]
             mask = None if call.key_mask is None else torch.cat([masks[i] for i in whole], -1)  # type: ignore[misc]
             lengths = Packing(*(tuple(sizes[i] for i in whole) for sizes in (queries, keys)))
-            run = functools.partial(call.mechanism, w=call.w, is_causal=call.is_causal)
+            run = partial(call.mechanism, w=call.w, is_causal=call.is_causal)
             out = packed.attend(run, rows[0], rows[1], rows[2], lengths, mask)
             outs |= dict(zip(whole, out.split(list(lengths.queries), -2), strict=True))
         return torch.cat([outs[i] for i in sorted(outs)], -2)
