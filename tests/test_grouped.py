@@ -143,7 +143,7 @@ def test_caches_hold_the_heads_that_there_are(mechanism: str, monkeypatch: pytes
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs, 1), wanted)
     assert state.heads == 2
-    held = state.held if mechanism == "Softmax" else state.held.short
+    held = state.content if mechanism == "Softmax" else state.content.short
     assert held.k.shape == held.v.shape == (3, 2, 9, 4)
 
 

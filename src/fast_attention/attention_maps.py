@@ -79,10 +79,12 @@ def _detached(x: Any) -> Any:
 
 def _positions(queries: Sequence[int] | Tensor, q: Tensor) -> list[int]:
     """The positions, counted from the start."""
-    length, given = q.shape[-2], queries.tolist() if isinstance(queries, Tensor) else queries
-    if not isinstance(given, Iterable) or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in given):
+    length, numbers = q.shape[-2], queries.tolist() if isinstance(queries, Tensor) else queries
+    if not isinstance(numbers, Iterable) or not all(
+        isinstance(i, Integral) and not isinstance(i, bool) for i in numbers
+    ):
         raise TypeError(f"queries must be a row of whole numbers, positions of queries; got {queries!r}")
-    positions = [int(i) for i in given]
+    positions = [int(i) for i in numbers]
     outside = [i for i in positions if not -length <= i < length]
     if outside:
         raise ValueError(f"queries names {outside[0]}, and q has {length} tokens: give {-length} to {length - 1}")

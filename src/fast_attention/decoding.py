@@ -31,7 +31,7 @@ class State(NamedTuple):
     widths: tuple[int, ...]  # of queries, keys and values, as far as the mechanism reads them
     dtype: str  # of the inputs
     draw: tuple[float, ...]  # the first of the random numbers it was made with; none where there are none, or not asked
-    held: Any  # the mechanism's own state
+    content: Any  # the mechanism's own state
 
     def __str__(self) -> str:
         """The state's mechanism and sizes in words, for errors."""
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
     begin: Tensor  # (batch,): the token that each sequence begins with; -1: it has not begun
     length: int  # tokens so far
-    held: tuple[Any, ...]  # a mechanism's own states, in the order of ``places``
+    states: tuple[Any, ...]  # a mechanism's own states, in the order of ``places``
 
     def places(self) -> list[int]:
         """The tokens that sequences begin with, ascending."""
@@ -55,12 +55,12 @@ class Rows(NamedTuple):
 
     def selected(self, index: Tensor) -> Rows:
         """The sequences ``index``, in this order."""
-        begin, held = self.begin[index], []
-        for place, state in zip(self.places(), self.held, strict=True):
+        begin, states = self.begin[index], []
+        for place, state in zip(self.places(), self.states, strict=True):
             number = (self.begin == place).cumsum(0) - 1  # of a sequence among those that begin alike
-            if len(some := number[index[begin == place]]):
-                held.append(select(state, some))
-        return Rows(begin, self.length, tuple(held))
+            if len(chosen := number[index[begin == place]]):
+                states.append(select(state, chosen))
+        return Rows(begin, self.length, tuple(states))
 
 
 _READ = "of what it reads of q, k, v"
@@ -95,21 +95,21 @@ def validated(state: Any, expected: State) -> Any:
         raise ValueError(f"state is a {type(state).__name__}: hand over what decode, summarise or combine returned")
     if state[:5] != expected[:5] or (state.draw and expected.draw and state.draw != expected.draw):
         raise ValueError(f"the state is of {state}; this call is of {expected}")
-    return state.held
+    return state.content
 
 
-def copy_if_aliased(held: Any, *given: Tensor | None, at_start: bool) -> Any:
-    """A mechanism's state with copies of what lies in the memory of ``given``: the caller may write there again.
+def copy_if_aliased(content: Any, *inputs: Tensor | None, at_start: bool) -> Any:
+    """A mechanism's state with copies of what lies in the memory of ``inputs``: the caller may write there again.
 
     Tensors without memory, of traced code, are copied ``at_start``: a first state may be the caller's tensors.
     """
-    has_memory = not traced() and not wrapped(given)
-    memory = {x.untyped_storage().data_ptr() for x in given if has_memory and x is not None}
+    has_memory = not traced() and not wrapped(inputs)
+    memory = {x.untyped_storage().data_ptr() for x in inputs if has_memory and x is not None}
 
     def unaliased(x: Tensor) -> Tensor:
         return x.clone() if (x.untyped_storage().data_ptr() in memory if has_memory else at_start) else x
 
-    return _mapped(held, unaliased, 0)
+    return _mapped(content, unaliased, 0)
 
 
 def combined(mechanism: str, earlier: Any, later: Any) -> State:
@@ -164,9 +164,8 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
         state: A state that a module or a mechanism returned.
         path: The file. One that is there is replaced when the new one is complete.
     """
-    content = {"format": FORMAT, "state": _encoded(state)}
     with files.atomic(path) as partial:
-        torch.save(content, partial)
+        torch.save({"format": FORMAT, "state": _encoded(state)}, partial)
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
@@ -201,7 +200,7 @@ def _mapped(state: Any, change: Any, batch: int, pick: Tensor | None = None) -> 
     if isinstance(state, State):
         if not state.batch:
             raise ValueError(f"the state is of {state}: it has no batch to pick sequences from")
-        return state._replace(batch=(batch, *state.batch[1:]), held=_mapped(state.held, change, batch, pick))
+        return state._replace(batch=(batch, *state.batch[1:]), content=_mapped(state.content, change, batch, pick))
     return rebuild(state, [_mapped(part, change, batch, pick) for part in state]) if isinstance(state, tuple) else state
 
 
@@ -215,18 +214,18 @@ def _encoded(state: Any) -> Any:
     return {"kind": f"{kind.__module__}:{kind.__name__}", "parts": [_encoded(part) for part in state]}
 
 
-def _decoded(described: Any) -> Any:
-    if not isinstance(described, dict):
-        return described
-    parts = [_decoded(part) for part in described["parts"]]
-    module, _, name = described["kind"].partition(":")
+def _decoded(encoded: Any) -> Any:
+    if not isinstance(encoded, dict):
+        return encoded
+    parts = [_decoded(part) for part in encoded["parts"]]
+    module, _, name = encoded["kind"].partition(":")
     if module == "builtins":
         return tuple(parts)
     if not module.startswith("fast_attention.") and module not in sys.modules:
-        raise ValueError(f"it names {described['kind']!r}: import the module {module} first")
+        raise ValueError(f"it names {encoded['kind']!r}: import the module {module} first")
     kind: Any = getattr(importlib.import_module(module), name)
     if not isinstance(kind, type) or not issubclass(kind, tuple) or len(getattr(kind, "_fields", ())) != len(parts):
-        raise ValueError(f"{described['kind']!r} is no state of {len(parts)} parts")
+        raise ValueError(f"{encoded['kind']!r} is no state of {len(parts)} parts")
     return kind(*parts)
 
 

@@ -98,10 +98,10 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
     with _Kernels() as kernels, torch.no_grad():
         subject(*inputs, **keywords)
     given = [x for x in inputs or keywords.values() if isinstance(x, Tensor)]
-    return Explanation(name, _described(given), tuple(steps), kernels.counts, vehicle)
+    return Explanation(name, _in_words(given), tuple(steps), kernels.counts, vehicle)
 
 
-def _described(inputs: list[Tensor]) -> str:
+def _in_words(inputs: list[Tensor]) -> str:
     if not inputs:
         return "no tensors"
     threads = f", {torch.get_num_threads()} threads" if inputs[0].device.type == "cpu" else ""

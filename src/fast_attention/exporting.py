@@ -64,7 +64,7 @@ def _fit(inputs: Inputs, open_sizes: Open) -> None:
     """Raise unless the inputs are an example of the open sizes."""
     if unknown := open_sizes.keys() - inputs.keys():
         raise ValueError(f"open_sizes names {', '.join(sorted(unknown))}, and the inputs are {', '.join(inputs)}")
-    held: dict[str, tuple[str, int]] = {}
+    sizes: dict[str, tuple[str, int]] = {}
     for name, axes in open_sizes.items():
         x: Any = inputs[name]
         if not isinstance(x, Tensor):
@@ -81,7 +81,7 @@ def _fit(inputs: Inputs, open_sizes: Open) -> None:
                 raise ValueError(f"{along}, which is open: give an example of 2 or more")
             if (low is not None and size < low) or (high is not None and size > high):
                 raise ValueError(f"{along}, which is open from {low} to {high}: give an example between them")
-            first, expected = held.setdefault(called, (name, size)) if called else (name, size)
+            first, expected = sizes.setdefault(called, (name, size)) if called else (name, size)
             if size != expected:
                 raise ValueError(f"{along} and {first} has {expected}: give sizes that differ a Dim each")
 
@@ -197,10 +197,10 @@ def _root(error: BaseException) -> str:
 
 def _constraints(error: BaseException) -> str:
     """Name the sizes that torch could not keep open, and what it suggests; empty for any other error."""
-    found = re.findall(r"^  - (.*?)\.?(?: If you.*)?$", str(error), re.MULTILINE)
+    broken = re.findall(r"^  - (.*?)\.?(?: If you.*)?$", str(error), re.MULTILINE)
     fixes = re.search(r"Suggested fixes:\n((?: +.*(?:\n|$))+)", str(error))
     would_work = f". What would work: {', '.join(line.strip() for line in fixes[1].splitlines())}" if fixes else ""
-    return "; ".join(dict.fromkeys(found)) + would_work if found else ""
+    return "; ".join(dict.fromkeys(broken)) + would_work if broken else ""
 
 
 __all__ = [

@@ -210,14 +210,14 @@ def decoded(text: str | bytes) -> Any:
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, no key of which stands twice: ``json`` takes the last value in silence."""
-    held: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     for name, value in pairs:
-        if name in held:
+        if name in seen:
             raise ValueError(
-                f"{name!r} stands twice in an object, as {reprlib.repr(held[name])} and {reprlib.repr(value)}"
+                f"{name!r} stands twice in an object, as {reprlib.repr(seen[name])} and {reprlib.repr(value)}"
             )
-        held[name] = value
-    return held
+        seen[name] = value
+    return seen
 
 
 def readable(header: Mapping[str, Any], expected: str, what: str) -> None:

@@ -99,11 +99,11 @@ def of_function(mechanism: Any, function: Call, arguments: dict[str, Any]) -> Te
         return function(**arguments)
     if "v" not in arguments:
         return mix(lambda x, *, key_mask: function(**{**arguments, "x": x, "key_mask": key_mask}), x, flags)
-    given = {name for name in ("q", "k", "v", "attn_mask") if name in arguments}
+    names = {name for name in ("q", "k", "v", "attn_mask") if name in arguments}
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor, attn_mask: Tensor | None) -> Tensor:
         moved = {"q": q, "k": k, "v": v, "attn_mask": attn_mask}
-        return function(**{**arguments, **{name: moved[name] for name in given}, "key_mask": key_mask[:, None]})
+        return function(**{**arguments, **{name: moved[name] for name in names}, "key_mask": key_mask[:, None]})
 
     q, k, v = (arguments[name] if x.ndim > 2 else arguments[name][None] for name in "qkv")
     pairs, is_causal = arguments.get("attn_mask"), arguments.get("is_causal", False)
@@ -146,8 +146,8 @@ def _attend_alike(
         if pairs is not None:
             pairs = pairs if pairs.shape[-2] == 1 else pairs[..., start:, :]
             pairs = pairs if pairs.shape[-1] == 1 else pairs[..., begin:]
-        some = q[rows, :, start:], k[rows, :, begin:], v[rows, :, begin:]
-        part = call(*some, key_mask=mask[rows, begin:], attn_mask=pairs)
+        parts = q[rows, :, start:], k[rows, :, begin:], v[rows, :, begin:]
+        part = call(*parts, key_mask=mask[rows, begin:], attn_mask=pairs)
         out = out.index_put((rows,), pad(part.to(out.dtype), (0, 0, start, 0)))
     return out
 
@@ -170,24 +170,24 @@ def advance(
     before = Rows(torch.full_like(mask[:, 0], -1, dtype=torch.long), 0, ()) if state is None else state
     starts = mask.any(-1) & (before.begin < 0)
     begin = torch.where(starts, before.length + begins(mask), before.begin)
-    known, out, held = before.places(), None, []
+    known, out, states = before.places(), None, []
     after = Rows(begin, before.length + number, ())
     for place in after.places():
         rows, start = (begin == place).nonzero()[:, 0], max(place - before.length, 0)
         visible = mask[rows, start:]
         part, new = call(
             q[rows, :, start:], k[rows, :, start:], v[rows, :, start:],
-            before.held[known.index(place)] if place in known else None,
+            before.states[known.index(place)] if place in known else None,
             key_mask=None if bool(visible.all()) else visible[:, None],
         )  # fmt: skip
-        held.append(new)
+        states.append(new)
         out = part.new_zeros(*q.shape[:-1], v.shape[-1]) if out is None else out
         out = out.index_put((rows,), pad(part, (0, 0, start, 0)))
     out = v.new_zeros(*q.shape[:-1], v.shape[-1]) if out is None else out
     out = out.reshape(*batch, *out.shape[1:])
-    if len(held) == 1 and len(batch) == 1 and bool((begin >= 0).all()):
-        return out, held[0]
-    return out, replaced(after, held=tuple(held))
+    if len(states) == 1 and len(batch) == 1 and bool((begin >= 0).all()):
+        return out, states[0]
+    return out, replaced(after, states=tuple(states))
 
 
 def _refuse(mechanism: Any, first: Tensor, why: str) -> None:

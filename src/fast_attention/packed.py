@@ -145,7 +145,7 @@ def attend(
         q, k, v: The packed tensors.
         sequences: Their lengths.
         key_mask: Boolean (..., S), True = may be seen, or None.
-        together: ``packed_kernel(...)``, for a mechanism that may take all sequences in one computation.
+        kernel: ``packed_kernel(...)``, for a mechanism that may take all sequences in one computation.
 
     Raises:
         ValueError: The tensors do not fit one another.
@@ -156,7 +156,7 @@ def attend(
         out = kernel(q, k, v, sequences.queries, key_mask=key_mask)
         if out is not None:
             return out
-    return _run(call, (q, k, v), (sequences.queries, sequences.keys, sequences.keys), sequences, key_mask, kept=3)
+    return _run(call, (q, k, v), (sequences.queries, sequences.keys, sequences.keys), sequences, key_mask, axes=3)
 
 
 def packed_kernel(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) -> PackedKernel | None:
@@ -189,20 +189,20 @@ def mix(call: Call, x: Tensor, sequences: Packing, key_mask: Tensor | None) -> T
         ValueError: The tensors do not fit one another.
     """
     checks.tensors(x=x)
-    return _run(call, (x,), (sequences.queries,), sequences, key_mask, kept=2)
+    return _run(call, (x,), (sequences.queries,), sequences, key_mask, axes=2)
 
 
 def _run(
     call: Call, inputs: tuple[Tensor, ...], lengths: tuple[tuple[int, ...], ...], sequences: Packing,
-    key_mask: Tensor | None, *, kept: int,
+    key_mask: Tensor | None, *, axes: int,
 ) -> Tensor:  # fmt: skip
     """Outputs of ``call`` on one group of equally long sequences after another, packed as its inputs are.
 
-    All axes but the last ``kept`` become one, for torch's fused kernel takes four axes and no more.
+    All axes but the last ``axes`` become one, for torch's fused kernel takes four axes and no more.
     """
-    batch, keys = inputs[0].shape[:-kept], inputs[-1].shape[-2]
+    batch, keys = inputs[0].shape[:-axes], inputs[-1].shape[-2]
     size = math.prod(batch)
-    flat = [x.reshape(size, *x.shape[-kept:]) for x in inputs]
+    flat = [x.reshape(size, *x.shape[-axes:]) for x in inputs]
     mask = None
     if key_mask is not None:
         checks.key_mask(key_mask, tuple(batch), inputs[-1])
@@ -210,16 +210,16 @@ def _run(
     starts = [[0, *accumulate(each)] for each in lengths]
     outputs: dict[int, Tensor] = {}
     for group in sequences.groups():
-        cut = [_cut(x, first, sizes, group) for x, first, sizes in zip(flat, starts, lengths, strict=True)]
-        group_mask = None if mask is None else _cut(mask, starts[-1], lengths[-1], group)[..., 0]
-        out = call(*cut, key_mask=group_mask)
+        parts = [_sequences(x, first, sizes, group) for x, first, sizes in zip(flat, starts, lengths, strict=True)]
+        group_mask = None if mask is None else _sequences(mask, starts[-1], lengths[-1], group)[..., 0]
+        out = call(*parts, key_mask=group_mask)
         outputs |= dict(zip(group, out.unflatten(0, (len(group), size)).unbind(), strict=True))
     flat_mask = None if mask is None else mask[..., 0]
     out = torch.cat([outputs[i] for i in range(len(outputs))], -2) if outputs else call(*flat, key_mask=flat_mask)
     return out.reshape(*batch, *out.shape[1:])
 
 
-def _cut(x: Tensor, starts: list[int], lengths: tuple[int, ...], group: list[int]) -> Tensor:
+def _sequences(x: Tensor, starts: list[int], lengths: tuple[int, ...], group: list[int]) -> Tensor:
     """The sequences of a group, cut out of (batch, ..., T, E): (sequences * batch, ..., length, E)."""
     rows = [x.narrow(-2, starts[i], lengths[i]) for i in group]
     return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -287,7 +287,7 @@ def test_states_combine_with_those_of_nothing(name: str, device: torch.device) -
             for i, mask in zip((0, 10, 20), masks, strict=True)
         )
         left, right = (mechanism.combine(mechanism.combine(a, b), c), mechanism.combine(a, mechanism.combine(b, c)))
-        for x, y in zip(left.held, right.held, strict=True):
+        for x, y in zip(left.content, right.content, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
         mask = torch.cat([*masks, torch.ones(2, 5, dtype=torch.bool, device=device)], -1)
         after = bound.decode(*(x[:, :, 30:] for x in (q, k, v)), left)[0]

@@ -224,7 +224,7 @@ def test_decoding_keeps_only_what_is_read(device: torch.device) -> None:
     q, k, v = qkv(5, device=device)
     for mechanism in ALL:
         state = bind(mechanism, device=device).decode(q, k, v)[1]
-        assert state.held.k.shape[-1] == (8 if mechanism.traits.inputs == "qkv" else 0)
+        assert state.content.k.shape[-1] == (8 if mechanism.traits.inputs == "qkv" else 0)
 
 
 def test_weights_start_where_scores_have_order_one() -> None:

@@ -40,7 +40,7 @@ def _run(mechanism: Any, w: Any, x: list[Tensor], mask: Tensor | None) -> list[T
     rest = [t[..., 5:, :] for t in x]
     out, after = mechanism.decode(*rest, w, first, key_mask=mask)
     summary = mechanism.summarise(*rest[1:], w, key_mask=mask)
-    results = [out, *tree_flatten(mechanism.combine(first, summary).held)[0], *tree_flatten(after.held)[0]]
+    results = [out, *tree_flatten(mechanism.combine(first, summary).content)[0], *tree_flatten(after.content)[0]]
     leaves = [*x, *(t for t in tree_flatten(w)[0] if isinstance(t, Tensor) and t.requires_grad)]
     total = sum(((i + 1) * t).sin().sum() for i, t in enumerate(results) if t.requires_grad)
     assert isinstance(total, Tensor)

@@ -88,7 +88,7 @@ def test_decoding_at_any_scale_is_one_pass(text: str) -> None:
             at += size
         torch.testing.assert_close(torch.cat(outs, -2), whole, rtol=1e-6, atol=1e-8)
     parts = [bound.mechanism.summarise(k[..., now, :], v[..., now, :], bound.w) for now in (slice(75), slice(75, 150))]
-    for mine, theirs in zip(bound.mechanism.combine(*parts).held, state.held, strict=True):
+    for mine, theirs in zip(bound.mechanism.combine(*parts).content, state.content, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
 
 

@@ -40,7 +40,7 @@ FAULTS = [
           "tests/lab/test_loading.py -k 'damaged and missing'"),
     Fault("a tokenizer that transformers made up reads", "lab/loading.py", "if len(words) < 2:", "if False:",
           "tests/lab/test_loading.py -k 'tokenizer and advise'"),
-    Fault("a record's checksum is taken and not looked at", "lab/records.py", "saved != (actual := checksum(held))",
+    Fault("a record's checksum is taken and not looked at", "lab/records.py", "saved != (actual := checksum(content))",
           "saved is (actual := None)", "tests/lab/test_records.py -k 'digit or optional'"),
     Fault("the fastest other function is an answer", "lab/verdicts.py", "        and learns(catalogue.parse(cell.mechanism))\n", "",
           "tests/lab/test_compare.py -k another_function"),

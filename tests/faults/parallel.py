@@ -36,7 +36,7 @@ FAULTS = [
     Fault("processes of different order are taken", "parallel/agreeing.py", "repr(call.is_causal)", "''", AGREEING),
     Fault("a process without gradients skips the backward pass", "parallel/agreeing.py", "if wants and not x.requires_grad",
           "if False", AGREEING),
-    Fault("tables are as long as one process's tokens", "functional.py", "if spread and mechanism.traits.needs_max_len:",
+    Fault("tables are as long as one process's tokens", "functional.py", "if group is not None and mechanism.traits.needs_max_len:",
           "if False:", "tests/parallel/test_agreeing.py -k longest"),
     Fault("rotary positions begin anew on every process", "nn/positions.py",
           "torch.arange(shards.start, shards.start + shards.queries", "torch.arange(0, shards.queries",

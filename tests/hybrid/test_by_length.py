@@ -113,12 +113,12 @@ def test_short_sequences_cost_what_they_should() -> None:
 def test_a_state_is_a_cache_then_the_other_mechanisms() -> None:
     bound, (q, k, v) = bind("ByLength(long=LinearAttention(), above=8)"), qkv(12)
     _, state = decoded(bound, q, k, v, None, [8])
-    assert isinstance(state.held.short, KVCache)
-    assert state.held.long is None
+    assert isinstance(state.content.short, KVCache)
+    assert state.content.long is None
     _, after = bound.decode(*(x[:, :, 8:] for x in (q, k, v)), state)
-    assert after.held.short is None
-    summary = LinearAttention().summarise(k, v).held
-    for ours, theirs in zip(after.held.long, summary, strict=True):
+    assert after.content.short is None
+    summary = LinearAttention().summarise(k, v).content
+    for ours, theirs in zip(after.content.long, summary, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -127,7 +127,7 @@ def test_a_cache_stays_until_the_last_sequence_has_crossed() -> None:
     state, kept = None, []
     for i in range(20):
         _, state = bound.decode(*(x[:3, :, i : i + 1] for x in inputs), state, key_mask=PADDED[:3, i : i + 1])
-        kept.append((state.held.short is not None, state.held.long is not None))
+        kept.append((state.content.short is not None, state.content.long is not None))
     assert kept == [(True, False)] * 5 + [(True, True)] * 6 + [(False, True)] * 9
 
 

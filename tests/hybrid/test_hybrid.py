@@ -336,7 +336,7 @@ def test_the_state_stays_small_and_sees_left_padding() -> None:
         now = slice(start, stop)
         part, state = bound.decode(q[..., now, :], k[..., now, :], v[..., now, :], state, key_mask=mask[:, now])
         parts.append(part)
-        for number, held in enumerate(state.held.held if stop >= 7 else ()):  # the second text begins first
+        for number, held in enumerate(state.content.states if stop >= 7 else ()):  # the second text begins first
             (late if number else sizes).add(held.near.k.shape[-2])
             others.add(tuple(tuple(x.shape) for part in (held.far, held.sinks) for x in part))
     torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-9, atol=1e-9)

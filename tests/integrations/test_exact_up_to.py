@@ -180,7 +180,7 @@ def test_short_steps_keep_the_models_heads_and_numbers(sizes: list[int], monkeyp
     monkeypatch.setattr(heads, "repeat", lambda x, times: pytest.fail("repeated"))
     after, cache = logits()
     assert all(torch.equal(*pair) for pair in zip(after, before, strict=True))
-    assert {layer.state.held.short.k.shape[1] for layer in cache.layers} == {groups}
+    assert {layer.state.content.short.k.shape[1] for layer in cache.layers} == {groups}
 
 
 def test_a_masked_token_in_a_short_step_is_not_seen_later() -> None:

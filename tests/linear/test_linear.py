@@ -261,7 +261,7 @@ def test_low_precision(text: str, dtype: torch.dtype, device: torch.device) -> N
     out, state = bound.float().decode(*inputs)
     assert out.dtype == dtype
     summed = bound.mechanism.summarise(inputs[1], inputs[2], bound.w)
-    assert {part.dtype for part in (*state.held, *summed.held)} == {torch.float32}
+    assert {part.dtype for part in (*state.content, *summed.content)} == {torch.float32}
     with torch.autocast(device.type, dtype=dtype):
         cast = bound(*(x.float() for x in inputs), is_causal=True)
     torch.testing.assert_close(cast.double(), exact, rtol=2e-2, atol=2e-2)

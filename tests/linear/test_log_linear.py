@@ -53,9 +53,9 @@ def test_any_split_reads_the_same_blocks(sizes: tuple[int, ...]) -> None:
     for a, b in zip(*(torch.autograd.grad(x, leaves, probe) for x in (split, whole)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
     assert state is not None
-    assert state.held.sums.shape == (2, 2, 8, 8, 8)  # 200 has eight bits
+    assert state.content.sums.shape == (2, 2, 8, 8, 8)  # 200 has eight bits
     empty = [bit for bit in range(8) if not 200 >> bit & 1]
-    assert not state.held.sums[:, :, empty].any()
+    assert not state.content.sums[:, :, empty].any()
 
 
 def test_it_begins_as_linear_attention() -> None:

@@ -174,7 +174,7 @@ def test_20_decode_in_any_split_is_one_pass(m: LSH, masked: bool, device: torch.
             out, state = bound.decode(q[:, :, now], k[:, :, now], v[:, :, now], state, key_mask=seen)
             outs.append(out)
             start += size
-            shapes.add(tuple(part.shape for part in state.held))
+            shapes.add(tuple(part.shape for part in state.content))
         same(torch.cat(outs, -2), whole)
     assert len(shapes) == 1  # the state does not grow
 

@@ -106,7 +106,7 @@ def test_a_state_of_a_foreign_mechanism_comes_back(tmp_path: Path, monkeypatch: 
     """Where the module that defines it is imported; else the file is not the reason to import it."""
     state = decoding.State("Mine()", (1,), 2, (8,), "torch.float32", (), Counted(torch.ones(1, 2)))
     decoding.save(state, tmp_path / "state.pt")
-    held = decoding.load(tmp_path / "state.pt").held
+    held = decoding.load(tmp_path / "state.pt").content
     assert isinstance(held, Counted)
     assert torch.equal(held.count, torch.ones(1, 2))
     monkeypatch.delitem(sys.modules, __name__)
@@ -148,7 +148,7 @@ def test_a_state_of_another_mechanism_batch_heads_or_widths_is_refused(name: str
         (foreign, rest, rf"of {re.escape(other)}, batch \(2,\).*this call is of {name}\(\)"),
         (state, [x[:1] for x in rest], r"batch \(2,\).*this call is .*batch \(1,\)"),
         (decoding.select(state, torch.tensor([0])), rest, r"batch \(1,\).*this call is .*batch \(2,\)"),
-        (state.held, rest, "hand over what decode"),
+        (state.content, rest, "hand over what decode"),
         ((state, state), rest, "hand over what decode"),
         ({"k": rest[1]}, rest, "hand over what decode"),
     ]

@@ -159,8 +159,8 @@ def test_20_decode_in_any_split_is_one_pass(m: Any, masked: bool, device: torch.
             outs.append(out)
             start += size
             assert state is not None
-            assert state.held.k.shape[-2] <= longest
-            assert state.held.k.untyped_storage().nbytes() <= 2 * 2 * longest * 8 * 8
+            assert state.content.k.shape[-2] <= longest
+            assert state.content.k.untyped_storage().nbytes() <= 2 * 2 * longest * 8 * 8
         same(torch.cat(outs, -2), whole)
 
 

@@ -114,7 +114,7 @@ def test_decoding_of_many_blocks_is_one_pass(dtype: torch.dtype) -> None:
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs, -2), one_pass, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
     assert state is not None
-    assert state.held.means.shape[-2] == length // 8
+    assert state.content.means.shape[-2] == length // 8
 
 
 def test_a_padded_sequence_chooses_as_the_shorter_one() -> None:

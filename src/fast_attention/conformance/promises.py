@@ -163,7 +163,7 @@ def combining(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
     left = mechanism.combine(mechanism.combine(a, b), c)
     for whole in (left, mechanism.combine(a, mechanism.combine(b, c))):
         yield moved(module.decode(q[:, :, 30:], k[:, :, 30:], v[:, :, 30:], whole)[0], one_pass), "decoded"
-    if tuple(t.shape for t in a.held) != tuple(t.shape for t in left.held):
+    if tuple(t.shape for t in a.content) != tuple(t.shape for t in left.content):
         yield float("inf"), "the state grows"
     mask = torch.ones(2, length, dtype=torch.bool, device=q.device)
     mask[1, 2:7] = mask[1, -3:] = False

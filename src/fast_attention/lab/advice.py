@@ -25,7 +25,7 @@ UNRANKED = {
     "open": "May be the answer, and was not measured for lack of --seconds", "unknown": "No error is known of",
     "cannot": "Not measured",
 }  # fmt: skip
-BESIDE = "Beside exact attention with positions that the model was not trained with, which is no reference:"
+NO_REFERENCE = "Beside exact attention with positions that the model was not trained with, which is no reference:"
 _POINTS = """Green is what nothing beats in both; the dotted line is the error that was allowed. What must be trained
 first, or was read at fewer tokens only, has no error to show."""
 
@@ -204,8 +204,8 @@ def ranking(record: Advised) -> Table:
     for number, row in enumerate((row for row in record.ranking if row.kind not in UNRANKED), 1):
         error: str = "-"
         if row.median_error is not None and row.error_length == record.meta["length"]:
-            both = f"{percent(row.median_error)} / {percent(row.worst_error)}"
-            error = Number("0" if row.kind == "exact" else both, row.median_error)
+            errors = f"{percent(row.median_error)} / {percent(row.worst_error)}"
+            error = Number("0" if row.kind == "exact" else errors, row.median_error)
         measured = [error, milliseconds(row.milliseconds), factor(row.ratio), bytes_of(row.peak_bytes)]
         words = (Value(each, "words") for each in (row.note, ", ".join(row.cannot)))
         kind = {"use": "chosen", "exact": "exact"}.get(row.kind, "")
@@ -245,7 +245,7 @@ def shown(record: Advised) -> list[Table | Text | str]:
     parts: list[Table | Text | str] = [
         *exact, *(Text(words, style="" if number else "bold") for number, words in enumerate(record.advice["words"]))
     ]  # fmt: skip
-    parts += ["", *[BESIDE] * bool(record.far), ranking(record)]
+    parts += ["", *[NO_REFERENCE] * bool(record.far), ranking(record)]
     for title, lines in unranked(record).items():
         parts += ["", f"{title}:", *(f"  {name}: {why}" for name, why in lines)]
     return [*parts, Text("\n" + "\n".join(measured(record)), style="dim")]
@@ -261,7 +261,7 @@ def html(record: Advised) -> str:
     exact = same_results.words(meta.get("same_results"))
     sections = [
         Section("Advice", [*(Words(each, "lead") for each in [*exact, *record.advice["words"]]), *_points(record)]),
-        Section("Ranking", [*[Words(BESIDE)] * bool(record.far), ranking(record)]),
+        Section("Ranking", [*[Words(NO_REFERENCE)] * bool(record.far), ranking(record)]),
         *(Section(title, [Listing(lines)]) for title, lines in unranked(record).items()),
         Section("Times and memory", [Folded("Every error, time and peak", report.every(record))]),
         pages.run(meta, facts),

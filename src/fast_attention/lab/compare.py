@@ -131,8 +131,8 @@ def compare(
     began = time.perf_counter()
     record.meta["context"] = plan.source.own_context
     seconds = same_results.SHARE * plan.budget
-    if found := same_results.measure(plan.source, plan.lengths, seconds, watch):
-        record.meta["same_results"] = found
+    if gains := same_results.measure(plan.source, plan.lengths, seconds, watch):
+        record.meta["same_results"] = gains
     enough = _errors(plan, record, watch, began + FOR_ERRORS * plan.budget)
     for_errors = time.perf_counter() - began
     save()

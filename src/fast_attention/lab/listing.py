@@ -34,7 +34,7 @@ def list_command(
     else:
         chosen = [catalogue.default(each) for each in catalogue.names()]
     if as_json:
-        print(json.dumps([_described(mechanism) for mechanism in chosen], indent=1))
+        print(json.dumps([_as_json(mechanism) for mechanism in chosen], indent=1))
     elif name:
         for mechanism in chosen:
             _detail(mechanism)
@@ -56,7 +56,7 @@ def _catalogue(chosen: list[Any]) -> tables.Table:
     return tables.Table(heads, rows, left=range(1, len(heads)))
 
 
-def _described(mechanism: Any) -> dict[str, Any]:
+def _as_json(mechanism: Any) -> dict[str, Any]:
     """A mechanism for JSON."""
     values = {field.name: getattr(mechanism, field.name) for field in fields(mechanism)}
     plain = int | float | str | None

@@ -94,8 +94,8 @@ def _transformers(folder: Path, head: Head) -> nn.Module:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    held = getattr(config, "architectures", None)
-    names = [name for name in held if isinstance(name, str)] if isinstance(held, list) else []
+    architectures = getattr(config, "architectures", None)
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
     decodes = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
     kind: Any = transformers.AutoModelForCausalLM if decodes and head != "none" else transformers.AutoModel
     _affordable(kind, config, folder)
@@ -147,13 +147,13 @@ def _running(model: Any) -> Any:
 
     body = model.base_model  # heads may want other inputs, and so may models of text and pictures together
     try:
-        given = probe_inputs(body)
+        inputs = probe_inputs(body)
     except Exception:  # it reads neither tokens nor pixels: whoever needs that says so
         return model
-    if {"pixel_values", "input_ids"} <= {*given}:
+    if {"pixel_values", "input_ids"} <= {*inputs}:
         return model
     try:
-        body(**given)
+        body(**inputs)
     except Exception as error:
         raise ValueError(f"it fails on its first tokens: {first_line(error)}") from error
     return model
@@ -178,9 +178,11 @@ def _affordable(kind: Any, config: Any, folder: Path) -> None:
         except RuntimeError as error:  # on no device at all: sizes that no machine could count, say
             raise InputError(f"{folder.name}: its settings make no model: {first_line(error)}") from error
     asked = sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
-    held = sum(path.stat().st_size for pattern in WEIGHTS for path in folder.glob(pattern))
-    if asked > min(SHARED * held + SLACK, memory_at_hand(torch.device("cpu"))):
-        raise ValueError(f"config.json asks for {asked / 1e9:,.1f} GB of weights, and its files have {held / 1e9:,.1f}")
+    saved = sum(path.stat().st_size for pattern in WEIGHTS for path in folder.glob(pattern))
+    if asked > min(SHARED * saved + SLACK, memory_at_hand(torch.device("cpu"))):
+        raise ValueError(
+            f"config.json asks for {asked / 1e9:,.1f} GB of weights, and its files have {saved / 1e9:,.1f}"
+        )
 
 
 def _config(folder: Path, name: str) -> dict[str, Any]:

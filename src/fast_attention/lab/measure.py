@@ -66,11 +66,11 @@ class Passes:
     ) -> Passes:  # fmt: skip
         """The passes of ``attend()``, made from ``inputs`` and ``weights``; gradients go to both."""
         weights = list(weights)
-        wanted = [x for x in (*inputs, *weights) if x.requires_grad]
+        needs_grad = [x for x in (*inputs, *weights) if x.requires_grad]
 
         def training() -> Any:
             out = attend()
-            return torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+            return torch.autograd.grad(out, needs_grad, torch.ones_like(out), allow_unused=True)
 
         return cls(torch.no_grad()(attend), training, sum(weight.nbytes for weight in weights))
 

@@ -92,8 +92,10 @@ def _longest(model: nn.Module) -> int | None:
     config: Any = model.config
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
-    kept = [part.padding_idx + 1 for part in tables if isinstance(part, nn.Embedding) and part.padding_idx is not None]
-    return None if positions is None else int(positions) - max(kept, default=0)
+    padding = [
+        part.padding_idx + 1 for part in tables if isinstance(part, nn.Embedding) and part.padding_idx is not None
+    ]
+    return None if positions is None else int(positions) - max(padding, default=0)
 
 
 def _length(name: str, longest: int | None) -> Any:

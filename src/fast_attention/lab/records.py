@@ -52,10 +52,10 @@ class Record:
             ValueError: It is no such record, or damaged.
             Newer: A later version of this library wrote it.
         """
-        held, kinds = opened(text, cls.kind, f"the {cls.noun}"), get_type_hints(cls)
+        parts, kinds = opened(text, cls.kind, f"the {cls.noun}"), get_type_hints(cls)
         keys = {each.name: cls.keys.get(each.name, each.name) for each in fields(cls)}
         try:
-            return cls(**{name: _revived(held[key], kinds[name]) for name, key in keys.items() if key})
+            return cls(**{name: _revived(parts[key], kinds[name]) for name, key in keys.items() if key})
         except (KeyError, TypeError) as error:
             raise ValueError(f"no record of a {cls.noun}: {error}") from error
 
@@ -86,8 +86,8 @@ class Record:
         other = [f"{key} was {before.get(key)}, is {meta[key]}" for key in cls.same if before.get(key) != meta[key]]
         if other:
             raise InputError(f"--resume: {path} is of another {cls.noun}: {'; '.join(other)}")
-        kept = {name: before[name] for name in ("started", "seconds", "parts") if name in before}
-        record.meta = {**meta, **kept, "resumed": [*before.get("resumed", []), meta["started"]]}
+        earlier = {name: before[name] for name in ("started", "seconds", "parts") if name in before}
+        record.meta = {**meta, **earlier, "resumed": [*before.get("resumed", []), meta["started"]]}
         return record
 
     def finish(self, status: str) -> None:
@@ -122,8 +122,8 @@ def _revived(value: Any, kind: Any) -> Any:
 
 def sealed(kind: str, parts: Mapping[str, Any], indent: int | None = 1) -> str:
     """A record's file: its parts with the schema before and the checksum behind them."""
-    held = plain({"schema": f"fast-attention {kind} {FORMAT}", **parts})
-    return json.dumps({**held, "sha256": checksum(held)}, indent=indent, allow_nan=False)
+    content = plain({"schema": f"fast-attention {kind} {FORMAT}", **parts})
+    return json.dumps({**content, "sha256": checksum(content)}, indent=indent, allow_nan=False)
 
 
 def opened(text: str, kind: str, what: str) -> dict[str, Any]:
@@ -138,23 +138,23 @@ def opened(text: str, kind: str, what: str) -> dict[str, Any]:
         ValueError: It is no record of this kind, or damaged.
         Newer: A later version of this library wrote it.
     """
-    held = files.decoded(text)
-    if not isinstance(held, dict) or not isinstance(held.get("meta"), dict):
+    content = files.decoded(text)
+    if not isinstance(content, dict) or not isinstance(content.get("meta"), dict):
         raise ValueError(f"no record of 'fast-attention {kind}'")
-    saved, schema = held.pop("sha256", None), held.get("schema", f"fast-attention {kind} 1")
+    saved, schema = content.pop("sha256", None), content.get("schema", f"fast-attention {kind} 1")
     old = schema == f"fast-attention {kind} 1"
     if not old:
-        known = {"format": schema, "version": held["meta"].get("fast_attention")}
+        known = {"format": schema, "version": content["meta"].get("fast_attention")}
         files.readable(known, f"fast-attention {kind} {FORMAT}", what)
-    if not (old and saved is None) and saved != (actual := checksum(held)):
+    if not (old and saved is None) and saved != (actual := checksum(content)):
         raise ValueError(f"{what} is damaged: its SHA-256 is {actual}, and {saved} was saved")
-    held.pop("schema", None)
-    return held
+    content.pop("schema", None)
+    return content
 
 
-def checksum(held: Mapping[str, Any]) -> str:
+def checksum(content: Mapping[str, Any]) -> str:
     """SHA-256 of a record's content, whatever blanks and order its file has."""
-    text = json.dumps(held, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -297,5 +297,5 @@ class Comparison(Timed):
     def error(self, mechanism: str, length: int | None = None) -> Error | None:
         """The error at ``length``, or at the one length at which error and speed are compared."""
         at = length or self.length
-        held = (error for error in self.errors if (error.mechanism, error.length) == (mechanism, at) and error.output)
-        return next(held, None)
+        known = (error for error in self.errors if (error.mechanism, error.length) == (mechanism, at) and error.output)
+        return next(known, None)

@@ -39,17 +39,17 @@ def measure(source: Source, lengths: list[int], seconds: float, watch: Callable[
         ids, _ = source.corpus.tokens(source.tokenizer, length)
         inputs = {"input_ids": ids, **({"decoder_input_ids": ids[:, :1]} if model.config.is_encoder_decoder else {})}
         with torch.no_grad():
-            found = report.verify(inputs)
-        before, after = found.seconds
-        rows.append({"length": ids.shape[1], "before": before, "after": after, "difference": found.difference})
+            measured = report.verify(inputs)
+        before, after = measured.seconds
+        rows.append({"length": ids.shape[1], "before": before, "after": after, "difference": measured.difference})
     return {"gains": report.gains, "skips_padding": report.skips_padding, "rows": rows}
 
 
-def words(found: dict[str, Any] | None) -> list[str]:
+def words(measured: dict[str, Any] | None) -> list[str]:
     """Tell the measured gain in one or two sentences; none where no model was read."""
-    if found is None:
+    if measured is None:
         return []
-    faster = [row for row in found["rows"] if row["before"] >= EVEN * row["after"]]
+    faster = [row for row in measured["rows"] if row["before"] >= EVEN * row["after"]]
     sentences = []
     if faster:
         gains = "; ".join(
@@ -59,13 +59,13 @@ def words(found: dict[str, Any] | None) -> list[str]:
         sentences.append(
             f"Same results, faster: swap(model) makes the whole model {gains} (outputs differ by {off:.0e})."
         )
-    if found["skips_padding"]:
+    if measured["skips_padding"]:
         also = "also " if faster else ""
         sentences.append(f"Same results, faster: swap(model) {also}leaves the padding of batches out.")
-    if not sentences and found["rows"]:
-        longest = max(row["length"] for row in found["rows"])
+    if not sentences and measured["rows"]:
+        longest = max(row["length"] for row in measured["rows"])
         sentences.append(f"swap(model) keeps the results, and gains nothing up to {longest:,} tokens.")
-    elif not sentences and found["gains"]:
+    elif not sentences and measured["gains"]:
         sentences.append("swap(model) keeps the results. What it gains was not timed at these lengths.")
     elif not sentences:
         sentences.append("Nothing is faster with the same results: all layers see all tokens, by torch's kernel.")

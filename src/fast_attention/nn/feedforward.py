@@ -90,7 +90,7 @@ class ChunkedFeedForward(nn.Module):
     def _chunk_of(self, weights: list[tuple[str, Tensor]], x: Tensor) -> Tensor:
         """A chunk with the weights that the forward pass had: ``functional_call`` has put back the module's own."""
         present = named_tensors(self)
-        if all(now is before for (_, now), (_, before) in zip(present, weights, strict=True)):
+        if all(current is before for (_, current), (_, before) in zip(present, weights, strict=True)):
             return self._chunk(x)
         with _reparametrize_module(self, dict(weights)):
             return self._chunk(x)

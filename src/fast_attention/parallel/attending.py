@@ -230,12 +230,14 @@ class Part(NamedTuple):
 def _parts(sequences: Packing, everyone: Shards) -> list[Part]:
     """The packed sequences, in their order, but for those without a token."""
 
-    def held(lengths: tuple[int, ...], borders: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+    def of_processes(lengths: tuple[int, ...], borders: list[tuple[int, int]]) -> list[tuple[int, ...]]:
         spans = pairwise([0, *accumulate(lengths)])
         return [tuple(max(0, min(b, last) - max(a, first)) for first, last in borders) for a, b in spans]
 
     pairs = zip(
-        held(sequences.queries, everyone.borders(keys=False)), held(sequences.keys, everyone.borders()), strict=True
+        of_processes(sequences.queries, everyone.borders(keys=False)),
+        of_processes(sequences.keys, everyone.borders()),
+        strict=True,
     )
     return [Part(*each) for each in pairs if any(map(sum, each))]
 
@@ -246,16 +248,16 @@ def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
     def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rank, each = call.shards.rank, _parts(sequences, call.shards)
         queries, keys = [part.queries[rank] for part in each], [part.keys[rank] for part in each]
-        cuts = [x.split(lengths, -2) for x, lengths in ((q, queries), (k, keys), (v, keys))]
+        split = [x.split(lengths, -2) for x, lengths in ((q, queries), (k, keys), (v, keys))]
         masks = [None] * len(each) if call.key_mask is None else call.key_mask.split(keys, -1)
         outs: dict[int, Tensor] = {}
         for i, part in enumerate(each):
             if part.is_over_a_border:
                 over = call._replace(shards=call.shards.of(*part), key_mask=masks[i])
-                outs[i] = inner.attend(over, *(cut[i] for cut in cuts))
+                outs[i] = inner.attend(over, *(parts[i] for parts in split))
         whole = [i for i, part in enumerate(each) if not part.is_over_a_border]
         if whole:
-            rows = [torch.cat([cut[i] for i in whole], -2) for cut in cuts]
+            rows = [torch.cat([parts[i] for i in whole], -2) for parts in split]
             mask = None if call.key_mask is None else torch.cat([masks[i] for i in whole], -1)  # type: ignore[misc]
             lengths = Packing(*(tuple(sizes[i] for i in whole) for sizes in (queries, keys)))
             run = partial(call.mechanism, w=call.w, is_causal=call.is_causal)

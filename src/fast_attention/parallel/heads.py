@@ -40,7 +40,7 @@ def _transposed(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, list
         )
     share = heads // shards.world
     mechanism = _of_heads(call.mechanism, shards.rank * share, share, heads)
-    w = _cut(call.w, _weight_axes(call.mechanism, heads, share), shards) if call.w else call.w
+    w = _own_heads(call.w, _weight_axes(call.mechanism, heads, share), shards) if call.w else call.w
     sizes = (shards.queries, shards.keys, shards.keys)
     inputs = [_to_heads(x, lengths, shards) for x, lengths in zip((q, k, v), sizes, strict=True)]
     if key_mask is not None:
@@ -105,7 +105,7 @@ def _axes(whole: Any, part: Any) -> Any:
     return tuple(map(_axes, whole, part)) if isinstance(whole, tuple) else None
 
 
-def _cut(tree: Any, axes: Any, shards: Shards) -> Any:
+def _own_heads(tree: Any, axes: Any, shards: Shards) -> Any:
     """This process's heads of weights or of a state."""
     if isinstance(tree, Tensor):
         if axes == NO_HEADS:
@@ -114,7 +114,7 @@ def _cut(tree: Any, axes: Any, shards: Shards) -> Any:
         return tree.narrow(axes, shards.rank * share, share)
     if not isinstance(tree, tuple) or not tree:
         return tree
-    return rebuild(tree, [_cut(*each, shards) for each in zip(tree, axes, strict=True)])
+    return rebuild(tree, [_own_heads(*each, shards) for each in zip(tree, axes, strict=True)])
 
 
 def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> tuple[Tensor, State]:
@@ -124,47 +124,49 @@ def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> 
     axes = _state_axes(mechanism, (call.w, q, k, v), (part.w, *inputs))
     before = None
     if state is not None:
-        _refuse_other_form(mechanism, state.held, axes)
+        _refuse_other_form(mechanism, state.content, axes)
         empty = decoding.empty(part.mechanism, inputs[0], inputs[1], inputs[2], part.w)
-        before = replaced(empty, held=_cut(state.held, axes, shards))
+        before = replaced(empty, content=_own_heads(state.content, axes, shards))
     out, after = part.mechanism.decode(*inputs, part.w, before, key_mask=part.key_mask)
-    _refuse_other_form(mechanism, after.held, axes)
-    held = _joined(after.held, axes, shards.group)
-    return _to_sequence(out, shards.queries, shards), replaced(decoding.empty(mechanism, q, k, v, call.w), held=held)
+    _refuse_other_form(mechanism, after.content, axes)
+    content = _joined(after.content, axes, shards.group)
+    return _to_sequence(out, shards.queries, shards), replaced(
+        decoding.empty(mechanism, q, k, v, call.w), content=content
+    )
 
 
 def _state_axes(mechanism: Any, *calls: tuple[Any, ...]) -> Any:
     """For every tensor of a state the axis of heads: seen in states of one token, of all heads and of some."""
     with torch.no_grad():
         states = [
-            mechanism.decode(*(x.new_zeros(*x.shape[:-2], 1, x.shape[-1]) for x in inputs), w)[1].held
+            mechanism.decode(*(x.new_zeros(*x.shape[:-2], 1, x.shape[-1]) for x in inputs), w)[1].content
             for w, *inputs in calls
         ]
     return _axes(*states)
 
 
-def _refuse_other_form(mechanism: Any, held: Any, axes: Any) -> None:
+def _refuse_other_form(mechanism: Any, content: Any, axes: Any) -> None:
     """Raise ``Unsupported`` on all processes where a state has other parts than that of one token."""
-    if isinstance(held, tuple) and isinstance(axes, tuple) and not isinstance(held, decoding.Rows):
-        for each in zip(held, axes, strict=True):
+    if isinstance(content, tuple) and isinstance(axes, tuple) and not isinstance(content, decoding.Rows):
+        for each in zip(content, axes, strict=True):
             _refuse_other_form(mechanism, *each)
-    elif held is not None and (isinstance(held, tuple) or isinstance(held, Tensor) != isinstance(axes, int)):
+    elif content is not None and (isinstance(content, tuple) or isinstance(content, Tensor) != isinstance(axes, int)):
         raise Unsupported(
             f"{mechanism!r} changes the form of its state after some tokens, and processes cannot join its heads. "
             "What would work: decode in one process, or a mechanism whose state keeps its form, such as Softmax()"
         )
 
 
-def _joined(held: Any, axes: Any, group: Any) -> Any:
+def _joined(content: Any, axes: Any, group: Any) -> Any:
     """A state with the heads of all processes."""
-    if isinstance(held, Tensor):
+    if isinstance(content, Tensor):
         if axes == NO_HEADS:
-            return held
-        everyone = collectives.all_gather(held.to(torch.uint8) if held.dtype == torch.bool else held, group)
-        return torch.cat(list(everyone), axes).to(held.dtype)
-    if not isinstance(held, tuple):
-        return held
-    return rebuild(held, [_joined(*each, group) for each in zip(held, axes, strict=True)])
+            return content
+        everyone = collectives.all_gather(content.to(torch.uint8) if content.dtype == torch.bool else content, group)
+        return torch.cat(list(everyone), axes).to(content.dtype)
+    if not isinstance(content, tuple):
+        return content
+    return rebuild(content, [_joined(*each, group) for each in zip(content, axes, strict=True)])
 
 
 def sends(call: Call, sizes: Sizes) -> int:

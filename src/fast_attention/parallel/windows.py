@@ -37,46 +37,46 @@ def ranges(call: Call) -> Ranges:
     """The keys that queries of each process see, by positions in the whole sequence."""
     shards, mechanism = call.shards, call.mechanism
     assert isinstance(mechanism, Windowed)
-    shift, wanted = shards.num_keys - shards.length, []  # the last query stands at the last key
+    shift, visible = shards.num_keys - shards.length, []  # the last query stands at the last key
     for first, end in shards.borders(keys=False):
         first, end = first + shift, end + shift
         low, high = mechanism.key_range(first, end) if end > first else (first, first)
         low = min(max(low, 0), shards.num_keys)
         high = end if call.is_causal else high
-        wanted.append((low, max(min(high, shards.num_keys), low)))
-    return wanted
+        visible.append((low, max(min(high, shards.num_keys), low)))
+    return visible
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """This process's outputs, over its keys and its neighbours'."""
-    mechanism, shards, wanted = call.mechanism, call.shards, ranges(call)
+    mechanism, shards, visible = call.mechanism, call.shards, ranges(call)
     columns = [k, v]
     if call.key_mask is not None:
         columns.append(call.key_mask[..., None, :].expand(*k.shape[:-1]).to(k.dtype)[..., None])
-    fetched = fetch(torch.cat(columns, -1), wanted, shards)
+    fetched = fetch(torch.cat(columns, -1), visible, shards)
     near_k, near_v, *mask = fetched.split([x.shape[-1] for x in columns], -1)
-    visible = mask[0][..., 0, :, 0].detach() > 0.5 if mask else None
+    key_mask = mask[0][..., 0, :, 0].detach() > 0.5 if mask else None
     end = shards.start + q.shape[-2] + shards.num_keys - shards.length
-    extra = max(wanted[shards.rank][1] - end, 0)  # keys behind the last query, at which rows of zeros stand
+    extra = max(visible[shards.rank][1] - end, 0)  # keys behind the last query, at which rows of zeros stand
     queries, w = F.pad(q, (0, 0, 0, extra)), checks.weights(mechanism, call.w, q)
-    out = mechanism(queries, near_k, near_v, w, is_causal=call.is_causal, key_mask=visible)
+    out = mechanism(queries, near_k, near_v, w, is_causal=call.is_causal, key_mask=key_mask)
     return collectives.with_gradient(out[..., : q.shape[-2], :], fetched)
 
 
-def fetch(x: Tensor, wanted: Ranges, shards: Shards) -> Tensor:
-    """The keys' tokens ``wanted[rank]`` of the whole sequence, from this process's (..., S, E).
+def fetch(x: Tensor, visible: Ranges, shards: Shards) -> Tensor:
+    """The keys' tokens ``visible[rank]`` of the whole sequence, from this process's (..., S, E).
 
     One all-to-all, in which every process sends what others want of its tokens; gradients go home the same way.
 
     Args:
         x: This process's tokens.
-        wanted: First position and the one behind the last, for each process, inside the sequence.
+        visible: First position and the one behind the last, for each process, inside the sequence.
         shards: Who holds what.
     """
     borders, token = shards.borders(), x.shape[:-2].numel() * x.shape[-1]
     first = borders[shards.rank][0]
-    outgoing = [x[..., a - first : b - first, :] for a, b in (_common(borders[shards.rank], each) for each in wanted)]
-    incoming = [b - a for a, b in (_common(each, wanted[shards.rank]) for each in borders)]
+    outgoing = [x[..., a - first : b - first, :] for a, b in (_common(borders[shards.rank], each) for each in visible)]
+    incoming = [b - a for a, b in (_common(each, visible[shards.rank]) for each in borders)]
     sizes = [n * token for n in incoming]
     flat = torch.cat([part.reshape(-1) for part in outgoing])
     parts = collectives.all_to_all(flat, [part.numel() for part in outgoing], sizes, shards.group).split(sizes)

@@ -277,8 +277,8 @@ class ByLength(Attention[Given, ByLengthState]):
         """
         if not (isinstance(self.short, Softmax) and self.short.is_plain):
             return None
-        step = exact_step(q, k, v, state.held, self.short, above=self.above)
-        return None if step is None else (step[0], state._replace(held=step[1]))
+        step = exact_step(q, k, v, state.content, self.short, above=self.above)
+        return None if step is None else (step[0], state._replace(content=step[1]))
 
 
 def exact_for(mechanism: Attention[Any, Any], keys: int) -> Softmax | None:
