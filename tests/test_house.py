@@ -152,8 +152,7 @@ def test_no_shortcuts() -> None:
     assert not breaches, breaches
 
 
-# Where mechanisms may be listed by name. engine/vehicles.py goes when operations say themselves what runs on a GPU.
-LISTS = {"mechanisms/__init__.py", "contents.py", "known_names.py", "engine/vehicles.py"}
+LISTS = {"mechanisms/__init__.py", "contents.py", "known_names.py"}  # where mechanisms may be listed by name
 
 
 def named(node: ast.expr | None) -> str:

@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fast_attention.known_names import replacement
-
 if TYPE_CHECKING:
     from fast_attention.contents import *  # noqa: F403
 
@@ -34,8 +32,6 @@ def __getattr__(name: str) -> Any:
         if name in (public := _contents()):
             globals().update(public)
             return public[name]
-        if instead := replacement(name):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r} any more: {instead}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -35,14 +35,14 @@ class Explanation:
         inputs: Shapes, dtype and device of its inputs.
         steps: Every choice of an implementation, in the order they were made.
         kernels: The fused attention kernels that torch chose, with how many times each was called.
-        vehicle: What would compute the mechanism on a GPU; empty for a module, which may hold several.
+        gpu: What would compute the mechanism on a GPU; empty for a module, which may hold several.
     """
 
     mechanism: str
     inputs: str
     steps: tuple[Step, ...]
     kernels: dict[str, int]
-    vehicle: str = ""
+    gpu: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.mechanism} on {self.inputs}"]
@@ -52,7 +52,7 @@ class Explanation:
         if not self.steps and not self.kernels:
             lines.append("  plain operations of torch: this mechanism has one path")
         lines += [f"  {name}, called {count:,} time{'s' * (count > 1)}" for name, count in self.kernels.items()]
-        lines += [f"  on a GPU: {self.vehicle}"] if self.vehicle and " on cpu" in self.inputs else []
+        lines += [f"  on a GPU: {self.gpu}"] if self.gpu and " on cpu" in self.inputs else []
         return "\n".join(lines)
 
 
@@ -83,12 +83,12 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
     Raises:
         Unsupported, ValueError: As the call itself.
     """
-    name, vehicle = repr(subject) if isinstance(subject, Mechanism) else str(subject), ""
+    name, gpu = repr(subject) if isinstance(subject, Mechanism) else str(subject), ""
     if isinstance(subject, str | Mechanism):
         mechanism = catalogue.parse(subject)  # type: ignore[arg-type]
-        name, vehicle, subject = repr(mechanism), mechanism.traits.gpu, _bound(mechanism, inputs)
+        name, gpu, subject = repr(mechanism), mechanism.traits.gpu, _bound(mechanism, inputs)
     elif isinstance(subject, Bound):
-        name, vehicle = repr(subject.mechanism), subject.mechanism.traits.gpu
+        name, gpu = repr(subject.mechanism), subject.mechanism.traits.gpu
     elif isinstance(subject, nn.Module):
         name = type(subject).__name__
     else:
@@ -97,11 +97,11 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
         subject(*inputs, **keywords)
     with _Kernels() as kernels, torch.no_grad():
         subject(*inputs, **keywords)
-    given = [x for x in inputs or keywords.values() if isinstance(x, Tensor)]
-    return Explanation(name, _in_words(given), tuple(steps), kernels.counts, vehicle)
+    tensors = [x for x in inputs or keywords.values() if isinstance(x, Tensor)]
+    return Explanation(name, _shapes(tensors), tuple(steps), kernels.counts, gpu)
 
 
-def _in_words(inputs: list[Tensor]) -> str:
+def _shapes(inputs: list[Tensor]) -> str:
     if not inputs:
         return "no tensors"
     threads = f", {torch.get_num_threads()} threads" if inputs[0].device.type == "cpu" else ""
@@ -112,9 +112,9 @@ def _bound(mechanism: Any, inputs: tuple[Tensor, ...]) -> Bound:
     names = "qkv" if isinstance(mechanism, Attention) else "x"
     if len(inputs) != len(names):
         raise TypeError(f"{mechanism!r} takes {', '.join(names)}; got {len(inputs)} tensors")
-    given = dict(zip(names, inputs, strict=True))
-    checks.tensors(**given)
-    checks.rows(given, same_width=False)
+    named = dict(zip(names, inputs, strict=True))
+    checks.tensors(**named)
+    checks.rows(named, same_width=False)
     first = inputs[0]
     longest = max(x.shape[-2] for x in inputs)
     if isinstance(mechanism, Attention):

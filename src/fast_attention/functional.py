@@ -13,7 +13,6 @@ from fast_attention import catalogue, checks, left_padding, packed, parallel
 from fast_attention.checks import Function, checked
 from fast_attention.engine.precision import rebuild
 from fast_attention.engine.trace import Implementation, implementation
-from fast_attention.known_names import refuse_keywords
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.aft import aft_conv, wkv
 from fast_attention.mechanisms.aft import aft_full as full
@@ -91,7 +90,6 @@ def attention(
     lengths: Lengths | None = None,
     impl: Implementation = "auto",
     group: Any = None,
-    **others: Any,
 ) -> Tensor:
     """Attend with any mechanism that needs no learned weights.
 
@@ -134,7 +132,6 @@ def attention(
         Unsupported: The mechanism is a mixer, has learned weights, its traits deny what was asked, or no kernel serves.
         ValueError: No such mechanism, sizes that do not fit, or ``cu_seqlens`` that do not rise from 0 to L.
     """
-    refuse_keywords("attention", others)
     mechanism = catalogue.parse(mechanism)
     if not isinstance(mechanism, Attention):
         raise Unsupported(f"{mechanism!r} mixes whole tokens and takes no queries: use TokenMixer or Bound")

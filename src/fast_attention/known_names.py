@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -157,31 +156,6 @@ def known(text: str) -> Known | None:
     return next((_BY_NAME[form] for form in forms(text.split("(")[0]) if form in _BY_NAME), None)
 
 
-_MOVED = {
-    "mechanisms": "DotProduct PositiveElu PositiveExp PositiveRelu PositiveSoftplus",
-    "nn": "ChunkedFeedForward Reversible ReversibleSequence",
-    "integrations": "Extension Report",
-    "conversion": "ConversionSettings",
-    "explanation": "Explanation",
-    "functional": "implementation",
-}
-REMOVED = {  # public names and keywords of earlier versions
-    **{name: f"fast_attention.{folder}.{name}" for folder, names in _MOVED.items() for name in names.split()},
-    "batch_invariant": "call one sequence at a time where last bits must not depend on the batch",
-    "compile=": "torch.compile(model) takes its place",
-    "data": "experiments/data in a clone of the repository",
-    "tasks": "experiments/tasks.py in a clone of the repository",
-    "training": "experiments/train.py in a clone of the repository",
-}
-
-
-def replacement(name: str) -> str:
-    """The replacement of a public name of earlier versions; empty for any other name."""
-    if name in ("LARA", "Agent", "ABC"):
-        return str(known(name))
-    return REMOVED.get(name, "")
-
-
 def refuse_changed(written: str) -> None:
     """Raise a ``ValueError`` if expressions of an earlier version mean something else today.
 
@@ -192,10 +166,3 @@ def refuse_changed(written: str) -> None:
             "it names a Hybrid without near=, which was a sliding window, near=Local(window=64), and is gone; today it "
             "means near=BlockLocal(). What would work: commit 02d9f59 of fast-attention, or a model converted anew"
         )
-
-
-def refuse_keywords(owner: str, names: Iterable[str]) -> None:
-    """Raise a ``TypeError`` for keywords that ``owner`` does not take; of one that is gone, say what took its place."""
-    for name in names:
-        instead = REMOVED.get(f"{name}=", "")
-        raise TypeError(f"{owner} got an unexpected keyword argument {name!r}" + (f": {instead}" if instead else ""))

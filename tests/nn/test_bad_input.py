@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-import fast_attention
 from fast_attention import (
     Bound,
     MultiheadAttention,
     Rotary,
     Shape,
     TokenMixer,
-    attention,
 )
 from fast_attention.nn import ChunkedFeedForward, Reversible, ReversibleSequence
 
@@ -75,23 +73,8 @@ def test_what_modules_are_made_of_is_checked() -> None:
     ReversibleSequence([Reversible(TokenMixer(8, 2), ChunkedFeedForward(8))])
 
 
-def test_what_is_gone_says_what_took_its_place() -> None:
-    """Names and keywords of earlier versions; other unknown keywords are Python's usual error."""
-    for make in (
-        lambda **named: attention(X, X, X, **named),
-        lambda **named: Bound("Softmax", Shape(2, 4), **named),
-        lambda **named: MultiheadAttention(8, 2, **named),
-        lambda **named: TokenMixer(8, 2, **named),
-    ):
-        with pytest.raises(TypeError, match=r"'compile': torch\.compile\(model\) takes its place"):
-            make(compile="auto")
-        with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour'$"):
-            make(colour="red")
-    with pytest.raises(AttributeError, match="'batch_invariant' any more: call one sequence at a time"):
-        fast_attention.batch_invariant
+def test_what_papers_have_and_we_have_not_names_the_nearest() -> None:
     for name, nearest in (("LARA", "FavorPlus()"), ("Agent", "Nystrom()"), ("ABC", "Linformer()")):
-        with pytest.raises(AttributeError, match=f"any more: {name}: not here; nearest is {re.escape(nearest)}"):
-            getattr(fast_attention, name)
         with pytest.raises(ValueError, match=f"{name!r} is not a name of ours.*Write {re.escape(nearest)}"):
             TokenMixer(8, 2, f"Hybrid(far={name}(num_slots=3))")
 

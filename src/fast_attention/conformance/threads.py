@@ -7,9 +7,9 @@ others before every layer of a model, or before every function of torch, where a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -22,63 +22,43 @@ from fast_attention.conformance.under_test import AttentionUnderTest, with_gradi
 PATIENCE = 10.0  # seconds after which the threads no longer wait for one another
 
 
-class Rendezvous:
-    """A barrier at which threads wait for one another, until one of them is done or failed."""
-
-    def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count)
-
-    def wait(self, *_: Any) -> None:
-        """Wait until all threads have called this."""
-        with suppress(threading.BrokenBarrierError):  # from then on no thread waits
-            self._barrier.wait(PATIENCE)
-
-    def leave(self) -> None:
-        """Release all threads, for good."""
-        self._barrier.abort()
+def _wait(barrier: threading.Barrier) -> None:
+    """Wait for the other threads, until one of them is done or failed."""
+    with suppress(threading.BrokenBarrierError):  # from then on no thread waits
+        barrier.wait(PATIENCE)
 
 
 class _WaitBeforeFunctions(TorchFunctionMode):
     """Waits for the other threads before every function of torch."""
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
+    def __init__(self, barrier: threading.Barrier) -> None:
         super().__init__()
-        self.rendezvous = rendezvous
+        self.barrier = barrier
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.rendezvous.wait()
+        _wait(self.barrier)
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _wait_before_layers(model: nn.Module, rendezvous: Rendezvous) -> Iterator[None]:
-    handles = [layer.register_forward_pre_hook(rendezvous.wait) for layer in model.modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def run_in_step(jobs: Sequence[Callable[[], Any]], model: nn.Module | None = None) -> list[Any]:
     """The results of jobs in threads of their own, in step before every layer of ``model`` or function of torch."""
-    rendezvous, grad = Rendezvous(len(jobs)), torch.is_grad_enabled()
+    barrier, grad = threading.Barrier(len(jobs)), torch.is_grad_enabled()
 
     def run(job: Callable[[], Any]) -> Any:
         try:
-            with torch.set_grad_enabled(grad):
-                if model is not None:
-                    return job()
-                with _WaitBeforeFunctions(rendezvous):
-                    return job()
+            with torch.set_grad_enabled(grad), nullcontext() if model is not None else _WaitBeforeFunctions(barrier):
+                return job()
         finally:
-            rendezvous.leave()
+            barrier.abort()
 
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        if model is None:
+    layers = () if model is None else model.modules()
+    handles = [layer.register_forward_pre_hook(lambda *_: _wait(barrier)) for layer in layers]
+    try:
+        with ThreadPoolExecutor(len(jobs)) as pool:
             return list(pool.map(run, jobs))
-        with _wait_before_layers(model, rendezvous):
-            return list(pool.map(run, jobs))
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def difference_in_step(jobs: Sequence[Callable[[], tuple[Tensor, ...]]], model: nn.Module | None = None) -> float:

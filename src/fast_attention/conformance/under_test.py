@@ -41,7 +41,6 @@ class AttentionUnderTest:
         bidirectional: It can be called without causality.
         padding: It claims to honour a key mask.
         shrinks: It claims that a padded input gives what the shorter input gives.
-        order: The exponent of n it claims for time and memory, if it claims one.
         dtype: What to call it in.
         mechanism: Ours, if it is one of ours; more laws apply then.
     """
@@ -57,7 +56,6 @@ class AttentionUnderTest:
     bidirectional: bool = True
     padding: bool = False
     shrinks: bool = True
-    order: float | None = None
     dtype: torch.dtype = torch.float64
     mechanism: Mechanism[Any, Any] | None = None
 
@@ -131,7 +129,6 @@ def of(mechanism: Mechanism[Any, Any] | str, *, max_len: int = 128, width: int =
         bidirectional=traits.bidirectional,
         padding=traits.padding,
         shrinks=not traits.sees_padding,
-        order=traits.complexity_exponent,
         mechanism=parsed,
     )
 
@@ -240,7 +237,7 @@ def _build(make: Callable[[], Any], name: str | None) -> Any:
     return module
 
 
-def resolve(text: str, **options: Any) -> AttentionUnderTest:
+def resolve(text: str) -> AttentionUnderTest:
     """An attention under test from a mechanism's expression or from ``some_package.module:factory``.
 
     The factory is called without arguments and gives an ``AttentionUnderTest``, a mechanism, or a module or function
@@ -264,7 +261,7 @@ def resolve(text: str, **options: Any) -> AttentionUnderTest:
         built = factory()
         if isinstance(built, Mechanism):  # a user's class, which no expression names before its module is imported
             return of(built)
-        return built if isinstance(built, AttentionUnderTest) else third_party(factory, name=text, **options)
+        return built if isinstance(built, AttentionUnderTest) else third_party(factory, name=text)
     except THIRD_PARTY_ERRORS as error:
         raise ValueError(f"{text!r} called without arguments gives no attention: {_message(error)}") from error
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fast_attention import catalogue, parallel
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
 from fast_attention.engine import heads
-from fast_attention.known_names import refuse_keywords
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.packed import CuSeqlens, Lengths
 from fast_attention.parallel.spreading import Spread
@@ -34,16 +33,8 @@ class Bound(Spread, nn.Module):
         ValueError: The shape lacks ``max_len``, or ``tied`` holds another mechanism or shape.
     """
 
-    def __init__(
-        self,
-        mechanism: Mechanism[Any, Any] | str,
-        shape: Shape,
-        *,
-        tied: Bound | None = None,
-        **others: Any,
-    ) -> None:
+    def __init__(self, mechanism: Mechanism[Any, Any] | str, shape: Shape, *, tied: Bound | None = None) -> None:
         super().__init__()
-        refuse_keywords(type(self).__name__, others)
         self.mechanism: Any = catalogue.parse(mechanism)
         self.shape = shape
         if not isinstance(shape, Shape):

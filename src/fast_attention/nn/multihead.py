@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from fast_attention import catalogue, checks
 from fast_attention.engine import heads
-from fast_attention.known_names import refuse_keywords
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
@@ -63,9 +62,8 @@ class MultiheadAttention(Spread, nn.Module):
         add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         *, mechanism: Mechanism[Any, Any] | str = "Softmax", max_len: int = 0, num_kv_heads: int | None = None,
-        rotary: bool | Rotary = False, **others: Any,
+        rotary: bool | Rotary = False,
     ) -> None:  # fmt: skip
-        refuse_keywords("MultiheadAttention", others)
         super().__init__()
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, heads.width(embed_dim, num_heads)
         self.num_kv_heads = heads.grouped(num_heads, num_kv_heads)

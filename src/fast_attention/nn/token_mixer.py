@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fast_attention import catalogue, checks
 from fast_attention.engine import heads, masks
-from fast_attention.known_names import refuse_keywords
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.positions import Rotary, check_positions, positions_of, rotary_for, rotate_by
@@ -61,9 +60,7 @@ class TokenMixer(Spread, nn.Module):
         rotary: bool | Rotary = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **others: Any,
     ) -> None:
-        refuse_keywords("TokenMixer", others)
         super().__init__()
         self.num_heads, self.head_dim = num_heads, heads.width(embed_dim, num_heads)
         self.mechanism = catalogue.parse(mechanism)
