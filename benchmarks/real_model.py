@@ -22,7 +22,7 @@ from experiments import data
 from experiments.arguments import Arguments
 from fast_attention import catalogue, files
 from fast_attention.conversion import goals
-from fast_attention.lab import capture, environment, inputs, loading, records
+from fast_attention.lab import capture, environment, loading, records
 from fast_attention.lab.texts import Corpus, TextChunks, spread
 
 VARIANTS = ("FavorPlus(num_features=1024)", "Local(window=64)", "Linformer(rank=128)")
@@ -43,7 +43,7 @@ def swapped(original: Any, text: str, longest: int) -> tuple[Any, str]:
 def main() -> None:
     parser = Arguments(description=__doc__)
     parser.add_argument("--model", type=Path, help="A folder; without it the MiniLM of the demo.")
-    parser.add_argument("--mechanisms", nargs="+", default=[repr(m) for m in inputs.every(VARIANTS)])
+    parser.add_argument("--mechanisms", nargs="+", default=[*(f"{name}()" for name in catalogue.names()), *VARIANTS])
     parser.add_argument("--length", type=int, default=480, help="Tokens of a passage.")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096], help="Where time is taken.")
     parser.add_argument("--out", type=Path, required=True, help="The record.")

@@ -168,7 +168,7 @@ def test_a_users_mechanism_by_its_module_is_held_to_what_it_claims(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     subject = conformance.resolve("checked_of_a_user:Mine")
-    assert (subject.name, subject.padding, subject.order) == ("Mine()", True, 1)
+    assert (subject.name, subject.padding) == ("Mine()", True)
     assert repr(subject.mechanism) == "Mine()"
 
 

@@ -90,7 +90,7 @@ def compare_command(
 
 def default_mechanisms() -> list[Any]:
     """Every mechanism of the catalogue but exact attention itself."""
-    return [mechanism for mechanism in inputs.every() if mechanism != catalogue.default("Softmax")]
+    return [catalogue.default(name) for name in catalogue.names() if name != "Softmax"]
 
 
 class Plan(NamedTuple):

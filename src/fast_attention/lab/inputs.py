@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -61,13 +61,6 @@ def mechanism(text: str, option: str = "--mechanism") -> Any:
     if len(values) > 1:
         raise InputError(f"{option} {text}: {' and '.join(map(repr, values))} are {len(values)}: give one of them")
     return values[0]
-
-
-def every(variants: Iterable[str] = ()) -> list[Any]:
-    """Every mechanism of the catalogue as it is by default, each before those of ``variants`` that are its own."""
-    others = [catalogue.parse(text) for text in variants]
-    chosen = map(catalogue.default, catalogue.names())
-    return [each for mechanism in chosen for each in (mechanism, *(o for o in others if type(o) is type(mechanism)))]
 
 
 def _split(text: str) -> list[str]:

@@ -55,11 +55,6 @@ def interpolated(ratios: Mapping[int, float], won: int) -> tuple[float, bool]:
     return math.exp(math.log(before) + slower / (slower + faster) * math.log(won / before)), False
 
 
-def longest(record: Comparison) -> int | None:
-    """The greatest length at which exact attention was timed."""
-    return max(record.ratios(EXACT), default=None)
-
-
 def learns(mechanism: Any) -> bool:
     """Whether a mechanism has weights of its own that can learn to stand in for exact attention's matrix."""
     traits = mechanism.traits
@@ -99,7 +94,8 @@ def cannot(mechanism: Any) -> list[str]:
 
 def wins(record: Comparison, name: str, which: Pass = "forward") -> str:
     """The crossover in words."""
-    won, end, measured = crossover(record, name, which), longest(record), record.ratios(name, which)
+    won, measured = crossover(record, name, which), record.ratios(name, which)
+    end = max(record.ratios(EXACT), default=None)
     if end is None or not measured:
         return "not timed"
     if won is not None:
@@ -115,12 +111,6 @@ def speed(ratio: float) -> str:
     if abs(ratio - 1) < NOISE:
         return "about as fast"
     return f"{digits(1 / ratio)} times as fast" if ratio < 1 else f"{digits(ratio)} times as slow"
-
-
-def visible_share(error: Error) -> str:
-    """How many of the visible pairs a mechanism weighs, where it leaves any out."""
-    share = error.visible_fraction
-    return "" if share is None or share == 1.0 else f", from {percent(share)} of the visible pairs"
 
 
 class Candidate(NamedTuple):
@@ -217,8 +207,9 @@ def _answer(record: Comparison, lengths: list[int]) -> list[str]:
         return ["Undecided: nothing was timed."]
     if winners:
         best = max(winners, key=lambda each: (each.length, -each.ratio))
-        share = visible_share(best.error) if best.error else ""
-        first = f"Yes, {best.at}, is {better}: its median error is {percent(best.median)}{share}."
+        share = best.error.visible_fraction if best.error else None
+        pairs = "" if share is None or share == 1.0 else f", from {percent(share)} of the visible pairs"
+        first = f"Yes, {best.at}, is {better}: its median error is {percent(best.median)}{pairs}."
         to_train = [best, *to_train]
     elif open_ones:
         names, seconds = list(dict.fromkeys(each.name for each in open_ones)), record.meta.get("would_do")
