@@ -90,8 +90,8 @@ def with_gradients(call: Callable[..., Tensor], inputs: Iterable[Tensor], module
     with torch.enable_grad():
         out = call(*leaves)
         direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
-        wanted = [*leaves, *weights_of(module)]
-        grads = torch.autograd.grad((out * direction).sum(), wanted, allow_unused=True, materialize_grads=True)
+        leaves += weights_of(module)
+        grads = torch.autograd.grad((out * direction).sum(), leaves, allow_unused=True, materialize_grads=True)
     return out.detach(), *grads
 
 

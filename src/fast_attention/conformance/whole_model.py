@@ -133,9 +133,9 @@ def _compared(
 def future(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     """Replacing later tokens leaves earlier outputs alone."""
     claims(subject.causal, "not causal")
-    tokens, cut = subject.draw(), subject.length // 2
-    other = torch.cat([tokens[:, :cut], subject.draw(1)[:, cut:]], 1)
-    return _compared(subject, (tokens, None), (other, None), lambda x: x[:, :cut])
+    tokens, half = subject.draw(), subject.length // 2
+    other = torch.cat([tokens[:, :half], subject.draw(1)[:, half:]], 1)
+    return _compared(subject, (tokens, None), (other, None), lambda x: x[:, :half])
 
 
 @law("the past is seen")
@@ -208,9 +208,9 @@ def packed(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     """Two sequences in one row, each with positions from 0, give what they give alone."""
     run_packed: Any = subject.packed
     claims(run_packed, "takes no position_ids")
-    tokens, cut = subject.draw(rows=1), subject.length * 3 // 7
-    positions = torch.cat([torch.arange(cut), torch.arange(subject.length - cut)])[None].to(tokens.device)
-    alone = torch.cat([subject.run(sequence, None) for sequence in (tokens[:, :cut], tokens[:, cut:])], 1)
+    tokens, half = subject.draw(rows=1), subject.length * 3 // 7
+    positions = torch.cat([torch.arange(half), torch.arange(subject.length - half)])[None].to(tokens.device)
+    alone = torch.cat([subject.run(sequence, None) for sequence in (tokens[:, :half], tokens[:, half:])], 1)
     return judged(moved(run_packed(tokens, positions), alone), rounding(subject.dtype))
 
 

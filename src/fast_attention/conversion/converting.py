@@ -159,13 +159,13 @@ class _Run:
             if not 0 <= number < len(layers):
                 raise ValueError(f"keep names layer {number}; the model's layers go from 0 to {len(layers) - 1}")
         self.requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
-        kept = {name: "asked for" for i, name in enumerate(layers) if i in keep}
+        exact = {name: "asked for" for i, name in enumerate(layers) if i in keep}
         with restored_generators(model):
             torch.manual_seed(settings.seed)
-            report = swap(model, {name: mechanism for name in layers if name not in kept})
-        kept |= {layer.name: layer.why for layer in report.kept if layer.name not in kept}
+            report = swap(model, {name: mechanism for name in layers if name not in exact})
+        exact |= {layer.name: layer.why for layer in report.kept if layer.name not in exact}
         model.eval()
-        self.result = Conversion(goal.name, repr(mechanism), layers, kept)
+        self.result = Conversion(goal.name, repr(mechanism), layers, exact)
         self.result.exact_up_to = None if exact_up_to == "auto" else exact_up_to
         self.bounds = {name: layers_of(model)[name].bound for name in self.result.converted}
         self.finished: State = {}  # the model's state after the last finished stage

@@ -281,11 +281,11 @@ class Reading:
         content = self.chunks.content(length)
         self.shortest = min(max(SHORTEST_CHUNK, self.chunks.special_tokens + 1), length)
         read = [self.chunks.document(corpus) for corpus in corpora]
-        cuts = [round((1 - HELD_OUT) * len(document)) for document in read]
-        self.documents = [document[:cut] for document, cut in zip(read, cuts, strict=True)]
-        self.ends = [*itertools.accumulate(cuts)]
+        sizes = [round((1 - HELD_OUT) * len(document)) for document in read]
+        self.documents = [document[:size] for document, size in zip(read, sizes, strict=True)]
+        self.ends = [*itertools.accumulate(sizes)]
         usual = min(length, LENGTHS[0])
-        ends = [self.chunks.split(document[cut:], usual) for document, cut in zip(read, cuts, strict=True)]
+        ends = [self.chunks.split(document[size:], usual) for document, size in zip(read, sizes, strict=True)]
         if self.ends[-1] < content or not ends[0][0]:
             raise InputError(
                 f"{self.name} has {sum(map(len, read)):,} tokens, of which the last tenth is held out: too few for "
