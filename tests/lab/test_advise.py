@@ -294,7 +294,7 @@ def test_beyond_its_positions_a_model_is_told_the_decision(tmp_path: Path, capsy
     assert first.startswith("Exact attention at 64 tokens is no reference: learned positions extended from 48 tokens")
     assert decision == [*LONG]
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown.index(first) < shown.index(LONG[0]) < shown.index(advice.BESIDE)
+    assert shown.index(first) < shown.index(LONG[0]) < shown.index(advice.NO_REFERENCE)
     assert "keep exact attention" not in shown
     assert command_line.run([*asked, "--length", "48"]) == 0
     assert not any(words in capsys.readouterr().out for words in ("no reference", LONG[0][:40]))
