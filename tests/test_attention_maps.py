@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention import Attention, Shape, Unsupported, attention_rows, cache_argument, catalogue, swap, swap_back
 from fast_attention.counting import exponent, peak_bytes
-from fast_attention.lab.capture import calls_during
+from fast_attention.lab.capture import layers_during
 from fast_attention.nn.bound import Bound
 from tests.cases import DISTINCT, bind, qkv, some_keys
 
@@ -143,10 +143,10 @@ def test_a_swapped_model_shows_exact_attention(kind: str, padded: bool) -> None:
 def test_a_swapped_model_shows_the_mechanisms_rows(kind: str, mechanism: str) -> None:
     model, inputs = model_of(kind), given(padded=True)
     swap(model, mechanism)
-    before = calls_during(model, lambda: model(**inputs, use_cache=False))
+    before = layers_during(model, lambda: model(**inputs, use_cache=False))
     plain = model(**inputs)
     shown = model(**inputs, output_attentions=True)
-    assert [call.layer.split(".")[-1] for call in before] == ["self" if kind == "bert" else "attn"] * 2
+    assert [call.name.split(".")[-1] for call in before] == ["self" if kind == "bert" else "attn"] * 2
     for found, call in zip(shown.attentions, before, strict=True):
         rows = attention_rows(
             call.bound.mechanism, call.q, call.k, call.bound.w, queries=range(13), **call.keywords

@@ -293,36 +293,32 @@ def of(model: nn.Module, *, causal: bool | None = None, length: int = LENGTH) ->
 
     first = 0 if decodes else _first_position(model)
 
-    def positions(mask: Tensor) -> Tensor:  # as generate counts behind padding
-        return (mask.long().cumsum(-1) - 1).clamp_min(0) + first
-
     def outputs(result: Any) -> Tensor:
         return result["logits"] if "logits" in result else result["last_hidden_state"]
 
+    def masked(mask: Tensor | None, count: int) -> dict[str, Tensor]:
+        """The mask as the model takes it, and the last tokens' positions as ``generate`` counts them behind padding."""
+        if mask is None:
+            return {}
+        positions = (mask.long().cumsum(-1) - 1).clamp_min(0) + first
+        more = {"position_ids": positions[:, -count:]} if "position_ids" in parameters else {}
+        return {"attention_mask": mask.long(), **more}
+
     def run_(tokens: Tensor, mask: Tensor | None) -> Tensor:
-        arguments = {} if mask is None else {"attention_mask": mask.long()}
-        if mask is not None and "position_ids" in parameters:
-            arguments["position_ids"] = positions(mask)
-        return outputs(model(input_ids=tokens, **arguments, **no_cache))
+        return outputs(model(input_ids=tokens, **masked(mask, tokens.shape[1]), **no_cache))
 
     def packed_(tokens: Tensor, positions: Tensor) -> Tensor:
         return outputs(model(input_ids=tokens, position_ids=positions, **no_cache))
 
-    def step_(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-        result = model(input_ids=tokens, **{cache: state}, use_cache=True)
-        return outputs(result), result[cache]
-
-    def padded_step_(tokens: Tensor, state: Any, mask: Tensor) -> tuple[Tensor, Any]:
-        counted = {"position_ids": positions(mask)[:, -tokens.shape[1] :]} if "position_ids" in parameters else {}
-        arguments = {"input_ids": tokens, "attention_mask": mask.long(), cache: state, **counted}
-        result = model(**arguments, use_cache=True)
+    def step_(tokens: Tensor, state: Any, mask: Tensor | None = None) -> tuple[Tensor, Any]:
+        result = model(input_ids=tokens, **masked(mask, tokens.shape[1]), **{cache: state}, use_cache=True)
         return outputs(result), result[cache]
 
     steps = decodes and streams
     return ModelUnderTest(
         type(model).__name__, model, run_, config.get_text_config().vocab_size, decodes,
         packed_ if decodes and "position_ids" in parameters else None, step_ if steps else None,
-        padded_step=padded_step_ if steps else None,
+        padded_step=step_ if steps else None,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,52 +23,6 @@ from fast_attention.mechanism import Attention, Unsupported
 from fast_attention.nn.bound import Bound
 
 
-class Call(NamedTuple):
-    """One layer's call: the mechanism, its inputs (q, k, v: (1, H, L, E)), and the rest of its arguments."""
-
-    layer: str
-    bound: Bound
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    keywords: dict[str, Any]
-
-
-@torch.no_grad()
-def calls_during(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
-    """The calls of all bound attentions in a model during ``run``, in their order."""
-    calls: list[Call] = []
-
-    def watch(name: str, part: Bound) -> Any:
-        layer = name.removesuffix(".bound").removesuffix(".fast_attention").removesuffix(".attention")
-
-        def keep(module: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-            chosen = {x: options[x] for x in ("is_causal", "key_mask", "attn_mask") if options.get(x) is not None}
-            before = sum(call.bound is part for call in calls)  # some models run one layer several times
-            again = f", time {before + 1}" if before else ""
-            q, k, v = inputs[:3]
-            k, v = heads.repeated(q.shape[-3], k=k, v=v)
-            calls.append(Call(layer + again, part, q, k, v, chosen))
-
-        return part.register_forward_pre_hook(keep, with_kwargs=True)
-
-    bounds = {name: part for name, part in model.named_modules() if isinstance(part, Bound)}
-    hooks = [watch(name, part) for name, part in bounds.items() if isinstance(part.mechanism, Attention)]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
-
-
-def reading(model: nn.Module, tokens: Tensor) -> list[Call]:
-    """The calls while a model reads tokens (1, L), without a cache: its state would be advanced past the mechanism's
-    own call."""
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    return calls_during(model, lambda: model(tokens, **options))
-
-
 GAUSSIAN = "gaussian"
 
 
@@ -80,6 +34,43 @@ class Layer(NamedTuple):
     k: Tensor
     v: Tensor
     is_causal: bool
+    bound: Bound | None = None  # what attends with them in a model
+    keywords: Mapping[str, Any] = {}  # the rest of its arguments
+
+
+@torch.no_grad()
+def layers_during(model: nn.Module, run: Callable[[], Any]) -> list[Layer]:
+    """What all bound attentions in a model are called with during ``run``, in their order."""
+    layers: list[Layer] = []
+
+    def watch(name: str, part: Bound) -> Any:
+        layer = name.removesuffix(".bound").removesuffix(".fast_attention").removesuffix(".attention")
+
+        def keep(module: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+            chosen = {x: options[x] for x in ("is_causal", "key_mask", "attn_mask") if options.get(x) is not None}
+            before = sum(each.bound is part for each in layers)  # some models run one layer several times
+            again = f", time {before + 1}" if before else ""
+            q, k, v = inputs[:3]
+            k, v = heads.repeated(q.shape[-3], k=k, v=v)
+            layers.append(Layer(layer + again, q, k, v, bool(chosen.get("is_causal")), part, chosen))
+
+        return part.register_forward_pre_hook(keep, with_kwargs=True)
+
+    bounds = {name: part for name, part in model.named_modules() if isinstance(part, Bound)}
+    hooks = [watch(name, part) for name, part in bounds.items() if isinstance(part.mechanism, Attention)]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return layers
+
+
+def reading(model: nn.Module, tokens: Tensor) -> list[Layer]:
+    """The layers while a model reads tokens (1, L), without a cache: its state would be advanced past the mechanism's
+    own call."""
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return layers_during(model, lambda: model(tokens, **options))
 
 
 class Gaussian:
@@ -171,34 +162,25 @@ class HuggingFace:
         ids, read = self.corpus.tokens(self.tokenizer, length)
         beyond = self.own_context is not None and ids.shape[1] > self.own_context
         try:
-            calls = reading(self.extended if beyond else self.model, ids)
+            layers = reading(self.extended if beyond else self.model, ids)
         except Exception as error:  # a model's own complaint, in its own type
             reason = first_line(error)
             raise InputError(f"{self.name}: fails on {ids.shape[1]} tokens: {reason}") from error
-        return bound_layers(calls), f"{read}, {self.extension}" if beyond else read
+        for layer in layers:
+            added = "attn_mask" if "attn_mask" in layer.keywords else ""
+            if (bias := getattr(layer.bound and layer.bound.mechanism, "bias", None)) is not None:
+                added = repr(bias)
+            if added:
+                raise InputError(
+                    f"{layer.name} attends with {added} besides q, k and v, which alone do not say what it computes "
+                    "(a layer with a window does so beyond it: give shorter --lengths)"
+                )
+        if not layers:
+            raise InputError("no layer of this model attends with queries and keys")
+        return layers, f"{read}, {self.extension}" if beyond else read
 
 
 Source = Gaussian | HuggingFace
-
-
-def bound_layers(calls: list[Call]) -> list[Layer]:
-    """Tensors that mechanisms in a model were called with.
-
-    Raises:
-        InputError: A mask of its own, or what is added to its scores, is part of a call; or there is none.
-    """
-    for call in calls:
-        added = "attn_mask" if "attn_mask" in call.keywords else ""
-        if getattr(call.bound.mechanism, "bias", None) is not None:
-            added = repr(call.bound.mechanism.bias)  # type: ignore[union-attr]
-        if added:
-            raise InputError(
-                f"{call.layer} attends with {added} besides q, k and v, which alone do not say what it computes "
-                "(a layer with a window does so beyond it: give shorter --lengths)"
-            )
-    if not calls:
-        raise InputError("no layer of this model attends with queries and keys")
-    return [Layer(f"layer {i}", c.q, c.k, c.v, bool(c.keywords.get("is_causal"))) for i, c in enumerate(calls)]
 
 
 def context(config: Any, tokenizer: Any) -> int | None:
