@@ -22,7 +22,6 @@ from fast_attention.lab.texts import Corpus
 from fast_attention.mechanism import Attention, Unsupported
 from fast_attention.nn.bound import Bound
 
-
 GAUSSIAN = "gaussian"
 
 

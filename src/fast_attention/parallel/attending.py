@@ -95,7 +95,7 @@ def attend(
     sequences, error = _checked(
         lambda: mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask), cu_seqlens, lengths
     )
-    call, inputs = _call(mechanism, w, (q, k, v), group, is_causal, key_mask, error, sequences)
+    call, inputs = _known_to_all(Call(mechanism, w, group, is_causal, key_mask), (q, k, v), error, sequences)
     if is_causal:
         _as_many(call, sequences)
     chosen = strategy(mechanism, is_causal, masked=call.masked)
@@ -136,7 +136,7 @@ def decode(
     if mechanism.traits.memory is None:
         raise mechanism.refuse("decoding", "memory")
     _, error = _checked(lambda: mechanism.check(mechanism.traits, q, k, v, True, key_mask))
-    call, (q, k, v) = _call(mechanism, w, (q, k, v), group, True, key_mask, error, None, state)
+    call, (q, k, v) = _known_to_all(Call(mechanism, w, group, True, key_mask), (q, k, v), error, state=state)
     _as_many(call, None)
     decoding.validated(state, decoding.empty(mechanism, q, k, v, w))
     return strategy(mechanism, is_causal=True).decode(call, q, k, v, state)
@@ -213,17 +213,17 @@ def _checked(
         return None, error
 
 
-def _call(
-    mechanism: Mechanism[Any, Any], w: Any, inputs: tuple[Tensor, ...], group: Any, is_causal: bool,
-    key_mask: Tensor | None, error: Exception | None, sequences: PackedLengths | None, state: State | None = None,
-) -> tuple[Call, tuple[Tensor, ...]]:  # fmt: skip
+def _known_to_all(
+    call: Call, inputs: Inputs, error: Exception | None, sequences: PackedLengths | None = None,
+    state: State | None = None,
+) -> tuple[Call, Inputs]:  # fmt: skip
     """The call and its inputs as every process knows them; raises on all processes what is wrong on any."""
-    call = Call(mechanism, w, group, is_causal, key_mask)
-    if not isinstance(group, Shards):
+    w = call.w
+    if not isinstance(call.shards, Shards):
         call, inputs = agreed(call, inputs, error, sequences, state)
     elif error is not None:
         raise error
-    return call._replace(w=checks.weights(mechanism, w, inputs[0])), inputs
+    return call._replace(w=checks.weights(call.mechanism, w, inputs[0])), inputs
 
 
 class Part(NamedTuple):
