@@ -6,7 +6,7 @@ It measures as ``compare`` does, at one length; ``lab/advice.py`` turns that int
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,7 +27,7 @@ def advise_command(
         str | None, typer.Argument(help=f"What to measure: {KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM.")
     ] = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
-    batch: options.Batch = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     budget: Annotated[
         float, typer.Option(min=0.0, help="The largest median relative error of a head's outputs, zero-shot.")
     ] = 0.1,
@@ -58,7 +58,12 @@ def advise_command(
         setting = Setting(source.heads, source.head_dim, where, kind, is_causal, training, seed, batch)
         question = Question(length, budget, "training" if training else "forward")
         plan = Plan(source, chosen, [length], setting, seconds)
-        record = Advised(_meta(plan, question, dtype))
+        quality = advice.STAND_INS if isinstance(source, capture.Gaussian) else "the model's own tensors, zero-shot"
+        meta = begun(
+            where, source=source.title, quality=quality, heads=source.heads, head_dim=source.head_dim, length=length,
+            batch=batch, causal=is_causal, budget=budget, dtype=dtype, seed=seed, **{"pass": question.which},
+        )  # fmt: skip
+        record = Advised(meta)
         with progress.counted(plan.steps) as watch:
             compare.compare(plan, record, watch)
         record.answer(chosen)
@@ -67,14 +72,3 @@ def advise_command(
     record.leave(out, advice.html)
     tables.present(record, out, as_json, *advice.shown(record))
     return 0
-
-
-def _meta(plan: Plan, question: Question, dtype: str) -> dict[str, Any]:
-    source, setting = plan.source, plan.setting
-    gaussian = isinstance(source, capture.Gaussian)
-    return begun(
-        setting.device, source=source.title,
-        quality=advice.STAND_INS if gaussian else "the model's own tensors, zero-shot", heads=setting.heads,
-        head_dim=setting.head_dim, length=question.length, batch=setting.batch, causal=setting.is_causal,
-        budget=question.budget, dtype=dtype, seed=setting.seed, **{"pass": question.which},
-    )  # fmt: skip

@@ -46,7 +46,7 @@ def compare_command(
     causal: options.Direction = None,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
-    backward: options.Backward = False,
+    backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")] = False,
     threads: options.Threads = None,
     budget: options.Seconds = 120,
     seed: options.Seed = 0,

@@ -73,15 +73,17 @@ def opened(model: Any) -> OpenModel:
     if longest is not None and longest < 2:
         raise Unsupported(f"{type(model).__name__} takes {longest} tokens at most: no length can be left open")
     names = ["input_ids", *["attention_mask"] * ("attention_mask" in inspect.signature(model.forward).parameters)]
-    sizes = {name: {0: batch, 1: _length("length", longest)} for name in names}
+    sizes = {name: {0: batch, 1: Dim("length", min=2, max=longest)} for name in names}
     if "decoder_input_ids" in probe:
-        sizes["decoder_input_ids"] = {0: batch, 1: _length("target_length", longest)}
+        sizes["decoder_input_ids"] = {0: batch, 1: Dim("target_length", min=2, max=longest)}
 
     def draw(rows: int, length: int) -> dict[str, Tensor]:
         shorter = max(2, length // 2 + 1)
         inputs = {name: _numbers(rows, shorter if "decoder" in name else length, vocabulary) for name in sizes}
         if "attention_mask" in inputs:
-            inputs["attention_mask"] = _mask(rows, length)
+            mask = torch.ones(rows, length, dtype=torch.long)
+            mask[: int(rows > 1), length - length // 3 :] = 0  # of several rows the first is padded
+            inputs["attention_mask"] = mask
         return inputs
 
     return OpenModel(_OfTokens(model), draw, sizes, longest, True)
@@ -98,19 +100,7 @@ def _longest(model: nn.Module) -> int | None:
     return None if positions is None else int(positions) - max(padding, default=0)
 
 
-def _length(name: str, longest: int | None) -> Any:
-    return Dim(name, min=2) if longest is None else Dim(name, min=2, max=longest)
-
-
 def _numbers(batch: int, length: int, kinds: int) -> Tensor:
     """Token numbers; those below 5 stand for padding and the like in most vocabularies."""
     generator = torch.Generator().manual_seed(batch * 4096 + length)
     return torch.randint(min(5, kinds - 1), kinds, (batch, length), generator=generator)
-
-
-def _mask(batch: int, length: int) -> Tensor:
-    """The last third of the first of several rows is padding."""
-    mask = torch.ones(batch, length, dtype=torch.long)
-    if batch > 1:
-        mask[0, length - length // 3 :] = 0
-    return mask

@@ -31,8 +31,6 @@ Direction = Annotated[bool | None, typer.Option("--causal/--no-causal", help="Di
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all that it may use; fewer if busy.")]
-Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")]
-Batch = Annotated[int, typer.Option(min=1, help="Batch size.")]
 Seconds = Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is named.")]
 Seed = Annotated[int, typer.Option(min=0, max=SEED, help="For weights, random features, samples and Gaussian tensors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON instead of tables.")]
