@@ -23,6 +23,7 @@ from fast_attention.mechanism import Attention, Unsupported
 from fast_attention.nn.bound import Bound
 
 GAUSSIAN = "gaussian"
+_SHAPES = re.compile(r"([0-9]+)x([0-9]+)")
 
 
 class Layer(NamedTuple):
@@ -194,9 +195,6 @@ def _short(name: str) -> str:
     if not path.exists():
         return name
     return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name
-
-
-_SHAPES = re.compile(r"([0-9]+)x([0-9]+)")
 
 
 def source(model: str | None, text: str | None, seed: int, longest: int = 0) -> Source:

@@ -23,6 +23,8 @@ from fast_attention.lab.refusals import failure, first_line
 from fast_attention.mechanism import Attention, Mixer, Shape, Unsupported
 from fast_attention.nn.bound import Bound
 
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
+PASSES = FEWEST_ROUNDS + 2  # with the one whose memory and operations are counted, and a warm-up
 Run = Callable[[], Any]
 Tensors = tuple[Tensor, Tensor, Tensor]
 
@@ -152,10 +154,6 @@ def memory_at_hand(device: torch.device) -> int:
     return sizes[0] if sizes else 4 * 2**30
 
 
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
-PASSES = FEWEST_ROUNDS + 2  # with the one whose memory and operations are counted, and a warm-up
-
-
 @contextmanager
 def by_threads(asked: int | None) -> Iterator[Callable[[], list[str]]]:
     """Measure by so many threads, or by as many as are useful here; torch has its own number again at the end.
@@ -169,24 +167,15 @@ def by_threads(asked: int | None) -> Iterator[Callable[[], list[str]]]:
     own, usable = torch.get_num_threads(), environment.usable_cores()
     try:
         inputs.threads(asked or useful_threads())
-        others, words = environment.Others(), of_threads(own, asked, usable)
+        others, used, words = environment.Others(), torch.get_num_threads(), list[str]()
+        may = f"this process may use {usable} core{'s' * (usable > 1)}"
+        if used > usable:
+            words = [f"--threads {asked}, and {may}: threads wait for each other, and times are longer."]
+        elif own > usable:
+            words = [f"torch had {own} threads, and {may}: times are of {used}."]
         yield lambda: [*words, *others.words()]
     finally:
         torch.set_num_threads(own)
-
-
-def of_threads(own: int, asked: int | None, usable: int) -> list[str]:
-    """A sentence about the number of threads that a reader of the times must know, or none.
-
-    Args:
-        own: torch's number of threads before.
-        asked: The number that the user gave.
-        usable: Cores that the process may use.
-    """
-    used, may = torch.get_num_threads(), f"this process may use {usable} core{'s' * (usable > 1)}"
-    if used > usable:
-        return [f"--threads {asked}, and {may}: threads wait for each other, and times are longer."]
-    return [f"torch had {own} threads, and {may}: times are of {used}."] if own > usable else []
 
 
 @dataclass
