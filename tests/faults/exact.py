@@ -29,7 +29,7 @@ FAULTS = [
           "return not others and _runs_on(seen)", "return not others", "tests/hf/test_swapped.py -k callers_own"),
     Fault("attention matrices are lost", "integrations/exact/masks.py",
           '(calls.shows_any() and before == "eager")', "False", "tests/hf/test_swapped.py -k matrices"),
-    Fault("a check compares a model with itself", "integrations/exact/mode.py", "    with _set(False):", "    with _set(True):",
+    Fault("a check compares a model with itself", "integrations/calls.py", "    return _forcing(False)", "    return _forcing(True)",
           "tests/hf/test_swapped.py -k where_results"),
     Fault("a form that is another function stays", "integrations/exact/swapping.py", "        _check(model, forward)\n", "",
           "tests/hf/test_swapped.py -k left_alone"),

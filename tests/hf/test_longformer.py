@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LEDConfig, LEDModel, LongformerConfig, LongformerModel
 
 from fast_attention import core
-from fast_attention.integrations.exact import global_window, longformer, mode
+from fast_attention.integrations.exact import global_window, longformer
 from fast_attention.integrations.exact.global_window import Window, attend
 
 needs_core = pytest.mark.skipif(bool(core.unavailable()), reason=core.unavailable() or "it serves")
@@ -168,11 +168,11 @@ def test_unusual_calls_run_the_original(kind: str, monkeypatch: pytest.MonkeyPat
         matrices = [each(**call, output_attentions=True).attentions for each in (model, ours)]
         assert all(torch.equal(a, b) for a, b in zip(*matrices, strict=True))
         assert torch.equal(ours(**short)[0], model(**short)[0])
-        with mode.original():
+        with calls.original():
             assert torch.equal(ours(**call)[0], model(**call)[0])
         assert not calls
         ours(**call)
-        with mode.forced():
+        with calls.forced():
             ours(**short)
     assert calls == [LENGTH, LENGTH, 80, 80]
 

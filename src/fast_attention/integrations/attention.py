@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +11,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fast_attention.engine.tracing import exporting
-from fast_attention.integrations import calls, mask_functions, packed_rows, relative, visible
+from fast_attention.integrations import calls, mask_functions, packed_rows, probing, relative, visible
 from fast_attention.integrations.cache import StateLayer
 from fast_attention.integrations.mask_functions import Positions
 from fast_attention.integrations.swapped import CHILD, Swapped
@@ -29,36 +26,6 @@ CHANGES = ("position_bias", "softcap", SINKS)  # arguments that alter the scores
 HARMLESS = (  # tensors that do not
     *packed_rows.BORDERS, "max_length_q", "max_length_k", "input_ids", "position_ids", "cache_position"
 )  # fmt: skip
-
-
-class Call(NamedTuple):
-    """One call of the attention function by an attention module, as a probe records it."""
-
-    module: nn.Module
-    heads: int
-    head_dim: int
-    scaling: float | None
-    is_causal: bool
-    crosses: bool  # keys of another sequence than the queries
-    keys_left: int | None  # earlier keys that a query sees; None: all
-    keys_right: int | None  # later ones
-    extra: tuple[str, ...]  # arguments that change the scores
-    window: int | None  # the layer's setting, whatever the length
-    times: int = 1  # that the module called attention in one pass of the model
-
-
-_calls: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
-
-
-@contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """Record all attention calls in the block instead of computing them: their outputs are zeros."""
-    recorded_calls: list[Call] = []
-    token = _calls.set(recorded_calls)
-    try:
-        yield recorded_calls
-    finally:
-        _calls.reset(token)
 
 
 def mask(
@@ -82,7 +49,7 @@ def mask(
     if isinstance(q_offset, Tensor) or (causal and q_offset + q_length < kv_offset + kv_length):
         return dense()  # a cache of a fixed size, longer than the tokens so far
     compiling = torch.compiler.is_compiling()  # or exporting: values of tensors cannot be read
-    tokens = None if attention_mask is None else _up_to(attention_mask, kv_offset + kv_length)
+    tokens = None if attention_mask is None else mask_functions.up_to(attention_mask, kv_offset + kv_length)
     tokens = tokens if compiling or tokens is None or not bool(tokens.all()) else None
     if use_vmap:  # a mask function of the caller's, which may do anything
         return Visibility(dense, tokens, complete=False)
@@ -117,12 +84,6 @@ def _is_change(name: str, argument: Any) -> bool:
     return isinstance(argument, Tensor) and name not in HARMLESS and not calls.is_argument(name)
 
 
-def _up_to(attention_mask: Tensor, keys: int) -> Tensor:
-    """A mask of tokens for the keys so far, as transformers reads it: by position, and no token beyond its end."""
-    size = attention_mask.shape[-1]
-    return attention_mask if size == keys else torch.nn.functional.pad(attention_mask, (0, keys - size))
-
-
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extra: Any,
@@ -137,16 +98,9 @@ def attention(
     """
     visibility = visible.given(module, query, key, attention_mask, is_causal)
     changes = {name: x for name, x in extra.items() if x is not None and _is_change(name, x)}
-    recording = None if torch.compiler.is_compiling() else _calls.get()
-    if recording is not None:
-        crosses = query.shape[-2] != key.shape[-2]
-        recording.append(
-            Call(
-                module, query.shape[1], query.shape[-1], scaling, visibility.is_causal, crosses, visibility.keys_left,
-                visibility.keys_right, tuple(changes), extra.get("sliding_window"),
-            )
-        )  # fmt: skip
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+    if not torch.compiler.is_compiling() and probing.recording() is not None:
+        window = extra.get("sliding_window")
+        return probing.record(module, query, key, value, visibility, changes, window=window), None
     swapped = module._modules.get(CHILD)
     if not isinstance(swapped, Swapped):
         raise RuntimeError(f"{type(module).__name__} has no mechanism: swap the model by fast_attention.swap(...)")

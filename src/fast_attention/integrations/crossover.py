@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fast_attention import clock
 from fast_attention.integrations import relative
-from fast_attention.integrations.randomness import restored_generators
+from fast_attention.integrations.modules import restored_generators
 from fast_attention.integrations.report import Layer, chosen
 from fast_attention.mechanism import Attention, Shape
 from fast_attention.mechanisms.dense.softmax import Softmax

@@ -38,6 +38,12 @@ class Positions:
         return torch.arange(self.first_query, self.first_query + self.queries, device=self.device)
 
 
+def up_to(attention_mask: Tensor, keys: int) -> Tensor:
+    """A mask of tokens for the keys so far, as transformers reads it: by position, and no token beyond its end."""
+    size = attention_mask.shape[-1]
+    return attention_mask if size == keys else torch.nn.functional.pad(attention_mask, (0, keys - size))
+
+
 def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visibility:
     """The structure of a mask function, read from all pairs of neighbours and from the first, middle and last row.
 

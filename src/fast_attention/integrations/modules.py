@@ -1,4 +1,4 @@
-"""Replaces a library's attention modules by ours, layer by layer: shared by the swaps of torch's and timm's layers."""
+"""Replaces attention modules layer by layer, and leaves the modes and random generators of a model as they were."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fast_attention.integrations.report import Layer, chosen
@@ -78,3 +79,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes.items():
             part.training = training
+
+
+@contextmanager
+def restored_generators(model: nn.Module | None = None) -> Iterator[None]:
+    """Restore torch's generators at the end of the block, which may draw from them.
+
+    So a program continues with the numbers that it had without the swap, and what is drawn depends on ``manual_seed``.
+
+    Args:
+        model: The generators of its accelerators are restored too.
+    """
+    devices = {p.device for p in model.parameters()} if model is not None else set()
+    cuda = sorted({d.index for d in devices if d.index is not None and d.type == "cuda"})
+    with torch.random.fork_rng(devices=cuda):
+        yield

@@ -15,7 +15,7 @@ from torch import nn
 from fast_attention import catalogue, checks
 from fast_attention.integrations import crossover, timm, torch_nn
 from fast_attention.integrations.crossover import ExactUpTo
-from fast_attention.integrations.randomness import restored_generators
+from fast_attention.integrations.modules import restored_generators
 from fast_attention.integrations.report import Layer, Report, listed, nothing_swapped
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention

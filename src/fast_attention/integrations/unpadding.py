@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows
-from fast_attention.integrations.exact import mode
 from fast_attention.integrations.modules import evaluating
 from fast_attention.mechanism import Unsupported
 
@@ -135,7 +134,7 @@ def flattened(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row 
     is_token = mask.bool()
     if bool(is_token.all()) or not bool(is_token.any()):
         return None
-    if model.__dict__.get(SKIPS) == WHERE_IT_PAYS and not mode.runs(pays(is_token)):
+    if model.__dict__.get(SKIPS) == WHERE_IT_PAYS and not calls.runs_ours(pays(is_token)):
         return None
     if arguments.get("position_ids") is None and "position_ids" in _names(model):
         arguments["position_ids"] = _positions(model, arguments.get("input_ids"), is_token)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,9 +19,9 @@ from fast_attention.engine import heads, tiles
 from fast_attention.engine.fused import keyed_attention
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations import calls, packed_rows
+from fast_attention.integrations import calls, packed_rows, probing
 from fast_attention.integrations.attention import HARMLESS, SINKS
-from fast_attention.integrations.exact import masks, mode
+from fast_attention.integrations.exact import masks
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.local import local_attention
@@ -29,21 +29,7 @@ from fast_attention.packed import Packing
 
 BIAS, CAP, POSITIONS = "position_bias", "softcap", "positions"
 CHANGES = (BIAS, CAP, SINKS)  # arguments that alter the scores
-SERVED = (CAP, SINKS, POSITIONS)  # of these, what our forms compute; positions: a position_bias that is no tensor
-
-
-class Call(NamedTuple):
-    """One call of the attention function by an attention module, as a probe records it."""
-
-    module: nn.Module
-    heads: int
-    head_dim: int
-    groups: int  # heads of keys and values
-    seen: Visibility | None  # what the queries see; None: all, or all up to their own
-    is_causal: bool
-    crosses: bool  # keys of another sequence than the queries
-    changes: tuple[str, ...]  # arguments that alter the scores
-    times: int = 1  # that the module called attention in one pass of the model
+SUPPORTED = (CAP, SINKS, POSITIONS)  # of these, what our forms compute; positions: a position_bias that is no tensor
 
 
 def attention(
@@ -61,11 +47,10 @@ def attention(
 
     if traced():
         return original(attention_mask)
-    recorded = mode.recording()
     seen = attention_mask if isinstance(attention_mask, Visibility) else None
-    if recorded is not None:
-        recorded.append(_call(module, query, key, seen, is_causal, extra))
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+    if probing.recording() is not None:
+        causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
+        return probing.record(module, query, key, value, seen, changed(extra), is_causal=causal), None
     if seen is None and attention_mask is None and query.shape[2] == key.shape[2]:
         seen = _packed(query)
     changes = changed(extra, seen)
@@ -85,7 +70,7 @@ def attention(
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if seen is None:
         return original(attention_mask)
-    if not {*changes} <= {*SERVED} or _runs_apart(seen, query, key) or (cap is not None and core.unavailable()):
+    if not {*changes} <= {*SUPPORTED} or _runs_apart(seen, query, key) or (cap is not None and core.unavailable()):
         return original(seen.dense())
     bias = None if positions is None or positions.layer is None else positions
     dropped = dropout if module.training else 0.0
@@ -239,21 +224,12 @@ def _runs_apart(seen: Visibility, q: Tensor, k: Tensor) -> bool:
 
 def _packed(q: Tensor) -> Visibility | None:
     """The visibility of a text in a packed row, for which the model makes no mask."""
-    borders = next(calls.packed(), None)
+    borders = next(iter(calls.packed()), None)
     return None if borders is None else Visibility(_no_mask, packing=packed_rows.texts_of(borders))
 
 
 def _no_mask() -> Tensor:
     raise AssertionError("a packed row has no dense mask of its own")
-
-
-def _call(
-    module: nn.Module, q: Tensor, k: Tensor, seen: Visibility | None, is_causal: bool | None, extra: dict[str, Any]
-) -> Call:
-    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-    causal = causal if seen is None else seen.is_causal
-    crosses = q.shape[-2] != k.shape[-2]
-    return Call(module, q.shape[1], q.shape[-1], k.shape[1], seen, causal, crosses, tuple(changed(extra)))
 
 
 for _before, _name in masks.NAMES.items():

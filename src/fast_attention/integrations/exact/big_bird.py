@@ -18,7 +18,7 @@ from transformers.utils import output_capturing
 
 from fast_attention import core
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations.exact import mode
+from fast_attention.integrations import calls
 from fast_attention.integrations.exact.global_window import Window, attend
 
 SHORTEST = 1024  # tokens
@@ -42,7 +42,7 @@ class BigBirdBlockSparseAttention(modeling_big_bird.BigBirdBlockSparseAttention)
         """Same as transformers' module, which is called where attention matrices are returned."""
         length = hidden_states.shape[1]
         if (
-            traced() or not hidden_states.is_cpu or core.unavailable() or not mode.runs(length >= SHORTEST)
+            traced() or not hidden_states.is_cpu or core.unavailable() or not calls.runs_ours(length >= SHORTEST)
             or to_mask is None or length % self.block_size or length < LEAST * self.block_size
             or settings.get("output_attentions")
             or "attentions" in (output_capturing._active_collector.get() or ())
@@ -91,4 +91,4 @@ def _one_sequence(
     return out if padding is None else out.masked_fill(padding[:, None], 0.0)
 
 
-KINDS: dict[type, type] = {modeling_big_bird.BigBirdBlockSparseAttention: BigBirdBlockSparseAttention}
+EXACT: dict[type, type] = {modeling_big_bird.BigBirdBlockSparseAttention: BigBirdBlockSparseAttention}

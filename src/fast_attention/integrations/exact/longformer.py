@@ -21,7 +21,7 @@ from transformers.models.longformer import modeling_longformer
 
 from fast_attention import core
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations.exact import mode
+from fast_attention.integrations import calls
 from fast_attention.integrations.exact.global_window import Window, attend
 
 SHORTEST = 128  # tokens
@@ -40,7 +40,7 @@ def attention_forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Same as transformers' module, which is called where attention matrices are returned."""
     if (
-        traced() or not hidden_states.is_cpu or not mode.runs(hidden_states.shape[1] >= SHORTEST) or output_attentions
+        not _pays(hidden_states.shape[1]) or not hidden_states.is_cpu or output_attentions
         or core.unavailable()
         or is_index_masked is None or is_index_global_attn is None or self.dropout >= 1.0
     ):  # fmt: skip
@@ -125,7 +125,7 @@ class LEDEncoderSelfAttention(modeling_led.LEDEncoderSelfAttention):
 
 
 def _pays(length: int) -> bool:
-    return not traced() and mode.runs(length >= SHORTEST)
+    return not traced() and calls.runs_ours(length >= SHORTEST)
 
 
 def _bidirectional_mask(*, inputs_embeds: Tensor, attention_mask: Tensor, **settings: Any) -> Any:
@@ -159,7 +159,7 @@ class LEDEncoder(modeling_led.LEDEncoder):
     forward = _calling(modeling_led.LEDEncoder.forward, _prepare_4d_attention_mask_inverted=_inverted_mask)
 
 
-KINDS: dict[type, type] = {
+EXACT: dict[type, type] = {
     modeling_longformer.LongformerSelfAttention: LongformerSelfAttention,
     modeling_longformer.LongformerModel: LongformerModel,
     modeling_led.LEDEncoderSelfAttention: LEDEncoderSelfAttention,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import clock
+from fast_attention.integrations import calls
 from fast_attention.integrations.costs import span, wrapped
-from fast_attention.integrations.exact import mode
 from fast_attention.integrations.modules import evaluating
 
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12}  # of outputs, relative to the largest; others: of rounding
@@ -158,7 +158,7 @@ def verified(model: nn.Module, batch: Any) -> Verified:
             return [x.detach() for x in outputs], [*torch.autograd.grad(total, weights, allow_unused=True)]
 
     def before() -> Any:
-        with mode.original():
+        with calls.original():
             return run()
 
     like = next(model.parameters())
