@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,14 +74,23 @@ def mask(
     return visibility
 
 
-def _is_change(name: str, argument: Any) -> bool:
-    """Whether an argument of a layer's alters the scores: so does any tensor that is not known to do nothing.
+def changing(extra: dict[str, Any], harmless: set[str] | None = None) -> dict[str, Any]:
+    """The arguments of a layer's that alter its scores: so does any tensor that is not known to do nothing.
 
     What the model was given itself, labels say, passes through some models to their attention functions.
+
+    Args:
+        extra: Arguments of the attention function.
+        harmless: What a mask keeps for a layer that is computed again: names of such tensors of the model's.
     """
-    if name in CHANGES:
-        return True
-    return isinstance(argument, Tensor) and name not in HARMLESS and not calls.is_argument(name)
+    tensors = {name for name, x in extra.items() if isinstance(x, Tensor) and name not in (*CHANGES, *HARMLESS)}
+    if harmless is not None and calls.computed_again():
+        unknown = tensors - harmless
+    else:
+        unknown = {name for name in tensors if not calls.is_argument(name)}
+        if harmless is not None:
+            harmless.update(tensors - unknown)
+    return {name: x for name, x in extra.items() if x is not None and (name in CHANGES or name in unknown)}
 
 
 def attention(
@@ -97,7 +106,7 @@ def attention(
         Unsupported: The layer's mechanism cannot do what the model asks for.
     """
     visibility = visible.given(module, query, key, attention_mask, is_causal)
-    changes = {name: x for name, x in extra.items() if x is not None and _is_change(name, x)}
+    changes = changing(extra)
     if not torch.compiler.is_compiling() and probing.recording() is not None:
         window = extra.get("sliding_window")
         return probing.record(module, query, key, value, visibility, changes, window=window), None
@@ -123,17 +132,30 @@ def attention(
     is_simple = not (shown or changes or dropout)
     out, weights = swapped.exact(query, key, value, visibility, cache) if is_simple else None, None
     if out is None:
-        arguments = (swapped.bound, cache, query, key, value, visibility, changes, dropout)
-        out, weights = _run_with_matrices(*arguments) if shown else (_run(*arguments), None)
+        dropout = dropout if swapped.bound.mechanism.traits.mask else 0.0  # the report says which layers drop nothing
+        sinks = changes.pop(SINKS, None)
+        layer_call = _Call(swapped.bound, cache, query, key, value, visibility, changes, sinks, dropout)
+        out, weights = _run_with_matrices(layer_call) if shown else (_run(layer_call), None)
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _run_with_matrices(
-    bound: Bound, cache: StateLayer | None, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility,
-    changes: dict[str, Tensor], dropout: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+class _Call(NamedTuple):
+    """A call of a layer's mechanism."""
+
+    bound: Bound
+    cache: StateLayer | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visibility: Visibility
+    changes: dict[str, Tensor]  # arguments that alter the scores, but sinks
+    sinks: Tensor | None
+    dropout: float
+
+
+def _run_with_matrices(call: _Call) -> tuple[Tensor, Tensor]:
     """Outputs and attention matrices, from one pass with the same dropped weights: A [v, I] = [A v, A]."""
-    mechanism, width = bound.mechanism, v.shape[-1]
+    mechanism, cache, v = call.bound.mechanism, call.cache, call.v
     if not mechanism.traits.matrix:
         raise mechanism.refuse("output_attentions=True", "matrix")
     if cache is not None and cache.length:
@@ -141,26 +163,20 @@ def _run_with_matrices(
             f"output_attentions=True, and {mechanism!r} keeps a state in which the {cache.length} keys before are "
             "summed up: pass use_cache=False"
         )
-    identity = torch.eye(k.shape[-2], dtype=v.dtype, device=v.device).expand(*v.shape[:-1], -1)
+    identity = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device).expand(*v.shape[:-1], -1)
     if cache is None:
-        outputs_and_matrices = _run(bound, None, q, k, torch.cat([v, identity], -1), visibility, changes, dropout)
-        return outputs_and_matrices[..., :width], outputs_and_matrices[..., width:]
-    out = _run(bound, cache, q, k, v, visibility, changes, dropout)
-    return out, _run(bound, None, q, k, identity, visibility, changes, dropout)  # not added to the state
+        outputs_and_matrices = _run(call._replace(v=torch.cat([v, identity], -1)))
+        return outputs_and_matrices[..., : v.shape[-1]], outputs_and_matrices[..., v.shape[-1] :]
+    return _run(call), _run(call._replace(cache=None, v=identity))  # which is not added to the state
 
 
-def _run(
-    bound: Bound, cache: StateLayer | None, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility,
-    changes: dict[str, Tensor], dropout: float,
-) -> Tensor:  # fmt: skip
+def _run(call: _Call) -> Tensor:
     """Run the mechanism in the cheapest form that serves: as it is, with a state, in packed rows, with a dense mask."""
+    bound, cache, q, k, v, visibility, changes, sinks, dropout = call
     mechanism, key_mask = bound.mechanism, visibility.key_mask(k.shape[-2])
-    changes = dict(changes)
-    sinks = changes.pop(SINKS, None)
-    dropout = dropout if mechanism.traits.mask else 0.0  # the report says which layers drop nothing
     if visibility.valid is not None:  # compiled, with position_ids: perhaps packed rows
         if mechanism.traits.mask and cache is None:
-            return _run_masked(bound, q, k, v, visibility, changes, dropout, sinks)
+            return _run_masked(call)
         visibility = visible.asserted(visibility)
     texts = visibility.packing
     keys_left = visibility.keys_left if visibility.keys_left is not None or cache is None else visibility.reach
@@ -170,7 +186,7 @@ def _run(
         if cache is not None and mechanism.traits.mask:
             cache.pass_over(q.shape[-2], "tokens under a mask of every pair")
         if mechanism.traits.mask:
-            return _run_masked(bound, q, k, v, visibility, changes, dropout, sinks)
+            return _run_masked(call._replace(visibility=visibility))
         if changes:
             raise mechanism.refuse(f"scores with {', '.join(changes)}", "mask")
         if not visibility.complete:
@@ -197,11 +213,9 @@ def _run(
     return bound(q, k, v, is_causal=causal, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)
 
 
-def _run_masked(
-    bound: Bound, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, changes: dict[str, Tensor], dropout: float,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _run_masked(call: _Call) -> Tensor:
     """Run a mechanism with ``traits.mask`` with the model's dense mask and position bias."""
+    bound, _, q, k, v, visibility, changes, sinks, dropout = call
     if unknown := [name for name in changes if name != "position_bias"]:
         raise Unsupported(f"{bound.mechanism!r} takes no scores with {', '.join(unknown)}: keep the model's attention")
     mask, order = visibility.dense(), {}

@@ -19,7 +19,7 @@ MANY = 6  # layers that an error lists
 
 
 @dataclass(frozen=True)
-class Layer:
+class AttentionLayer:
     """One attention layer of a model.
 
     Attributes:
@@ -28,11 +28,6 @@ class Layer:
         heads: Heads of queries.
         head_dim: The width of a head.
         is_causal: Whether a query sees earlier tokens only.
-        mechanism: What it runs after the swap, as an expression.
-        why: For a layer that was kept the reason; for a swapped one remarks.
-        replaced: Whether it was swapped.
-        parameters: How many learned parameters came with the mechanism.
-        untrained: What its outputs are worth before training; empty for a layer that was kept.
     """
 
     name: str
@@ -40,6 +35,20 @@ class Layer:
     heads: int
     head_dim: int
     is_causal: bool
+
+
+@dataclass(frozen=True)
+class Layer(AttentionLayer):
+    """An attention layer that was swapped for a mechanism, or kept.
+
+    Attributes:
+        mechanism: What it runs after the swap, as an expression.
+        why: For a layer that was kept the reason; for a swapped one remarks.
+        replaced: Whether it was swapped.
+        parameters: How many learned parameters came with the mechanism.
+        untrained: What its outputs are worth before training; empty for a layer that was kept.
+    """
+
     mechanism: str
     why: str = ""
     replaced: bool = True
@@ -99,9 +108,9 @@ class Report:
         return Expected(length, batch, layers)
 
     def __str__(self) -> str:
-        """A paragraph for each run of equal layers: their class, the mechanism, what it does untrained, remarks."""
+        """A paragraph for equal layers: their class, the mechanism, what it does untrained, remarks."""
         lines = []
-        for group in _groups(self.layers):
+        for group in grouped(self.layers):
             first = group[0]
             causal = ", causal" if first.is_causal else ""
             lines.append(f"{span([layer.name for layer in group])}: {first.heads} heads of {first.head_dim}{causal}")
@@ -116,16 +125,12 @@ class Report:
         return "\n".join([*lines, total, *self.refused])
 
 
-def _groups(layers: tuple[Layer, ...]) -> list[list[Layer]]:
-    groups: list[list[Layer]] = []
+def grouped(layers: Sequence[Any]) -> list[list[Any]]:
+    """Layers by what is equal in all but their names, in the order of the first of each."""
+    groups: dict[tuple[Any, ...], list[Any]] = {}
     for layer in layers:
-        is_equal = groups and _plain(groups[-1][-1]) == _plain(layer)
-        groups[-1].append(layer) if is_equal else groups.append([layer])
-    return groups
-
-
-def _plain(layer: Layer) -> tuple[Any, ...]:
-    return tuple(value for name, value in vars(layer).items() if name != "name")
+        groups.setdefault(tuple(value for name, value in vars(layer).items() if name != "name"), []).append(layer)
+    return [*groups.values()]
 
 
 def chosen(name: str, wanted: Mechanism[Any, Any] | dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from fast_attention.engine.fused import keyed_attention
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows, probing
-from fast_attention.integrations.attention import HARMLESS, SINKS
+from fast_attention.integrations.attention import SINKS, changing
 from fast_attention.integrations.exact import masks
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanisms.dense.softmax import softmax_attention
@@ -28,8 +28,7 @@ from fast_attention.mechanisms.sparse.local import local_attention
 from fast_attention.packed import Packing
 
 BIAS, CAP, POSITIONS = "position_bias", "softcap", "positions"
-CHANGES = (BIAS, CAP, SINKS)  # arguments that alter the scores
-SUPPORTED = (CAP, SINKS, POSITIONS)  # of these, what our forms compute; positions: a position_bias that is no tensor
+SUPPORTED = (CAP, SINKS, POSITIONS)  # what our forms compute of what alters scores; positions: a bias that is no tensor
 
 
 def attention(
@@ -121,21 +120,8 @@ def attend(
 
 
 def changed(extra: dict[str, Any], seen: Visibility | None = None) -> dict[str, Any]:
-    """The arguments of a layer's that alter its scores: so does any tensor that is not known to do nothing.
-
-    Args:
-        extra: Arguments of the attention function.
-        seen: The layer's mask, which keeps what is harmless for a layer that is computed again.
-    """
-    tensors = {name for name, x in extra.items() if isinstance(x, Tensor) and name not in (*CHANGES, *HARMLESS)}
-    known = None if seen is None else seen.harmless
-    if known is not None and calls.computed_again():
-        unknown = tensors - known
-    else:
-        unknown = {name for name in tensors if not calls.is_argument(name)}
-        if known is not None:
-            known.update(tensors - unknown)
-    changes = {name: x for name, x in extra.items() if x is not None and (name in CHANGES or name in unknown)}
+    """The arguments that alter the scores of a layer; positions that are no tensor have a name of their own."""
+    changes = changing(extra, None if seen is None else seen.harmless)
     if BIAS in changes and not isinstance(changes[BIAS], Tensor):
         changes[POSITIONS] = changes.pop(BIAS)
     return changes
