@@ -143,10 +143,6 @@ class Slopes(NamedTuple):
         """The numbers of all keys of a text, 0 for the last."""
         return self.slopes[:, None] * torch.arange(1 - keys, 1, device=self.slopes.device)
 
-    def takes(self, module: Any, q: Tensor, mask: Any) -> bool:
-        """Whether our form runs in a module: the module has asked before it made this."""
-        return True
-
 
 def _in_tiles(layer: Any, mask: Any, dropout: float) -> Attend | None:
     """Attention in tiles; None where weights are dropped, whose scores are held, or the mask is not ours."""

@@ -19,7 +19,7 @@ from transformers.utils import output_capturing
 from fast_attention import core
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls
-from fast_attention.integrations.exact.global_window import Window, attend
+from fast_attention.integrations.exact.global_window import attend, form
 
 SHORTEST = 1024  # tokens
 LEAST = 5  # blocks that the pattern needs; the model has full attention below more than these
@@ -30,9 +30,7 @@ class BigBirdBlockSparseAttention(modeling_big_bird.BigBirdBlockSparseAttention)
 
     def exact_form(self) -> tuple[str, int | None]:
         """Describe the form that runs, and from how many tokens on; None where no length runs anything new."""
-        if why := core.unavailable():
-            return f"what ran before: tiles need the compiled core ({why})", None
-        return f"near, global and random blocks of {self.block_size}, in tiles", SHORTEST
+        return form(f"near, global and random blocks of {self.block_size}, in tiles", SHORTEST)
 
     def forward(
         self, hidden_states: Tensor, band_mask: Tensor | None = None, from_mask: Tensor | None = None,
@@ -83,7 +81,7 @@ def _one_sequence(
     scale, padding = 1 / sqrt(module.attention_head_size), masked if masked.any() else None
     ends = torch.cat((torch.arange(size), torch.arange(len(x) - size, len(x))))
     inner = attend(
-        q, k, v, Window(size, size), scale=scale, masked=padding, columns=ends, blocks=pad(blocks, (0, 0, 1, 1))
+        q, k, v, scale=scale, reach=size, size=size, masked=padding, columns=ends, blocks=pad(blocks, (0, 0, 1, 1))
     )  # fmt: skip
     visible = None if padding is None else ~padding[None, None, None]
     outer = scaled_dot_product_attention(q[None, :, ends], k[None], v[None], attn_mask=visible, scale=scale)[0]

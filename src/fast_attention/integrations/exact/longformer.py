@@ -22,16 +22,14 @@ from transformers.models.longformer import modeling_longformer
 from fast_attention import core
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls
-from fast_attention.integrations.exact.global_window import Window, attend
+from fast_attention.integrations.exact.global_window import attend, form
 
 SHORTEST = 128  # tokens
 
 
 def attention_form(self: Any) -> tuple[str, int | None]:
     """Describe the form that runs, and from how many tokens on; None where no length runs anything new."""
-    if why := core.unavailable():
-        return f"what ran before: tiles need the compiled core ({why})", None
-    return f"window of {self.one_sided_attn_window_size} each side and global tokens, in tiles", SHORTEST
+    return form(f"window of {self.one_sided_attn_window_size} each side and global tokens, in tiles", SHORTEST)
 
 
 def attention_forward(
@@ -68,7 +66,7 @@ def _one_sequence(
     rate = float(module.dropout) if module.training else 0.0
     q, k, v = (_heads(module, project(x)) for project in (module.query, module.key, module.value))
     out = attend(
-        q, k, v, Window(module.one_sided_attn_window_size), scale=1 / sqrt(module.head_dim), dropout=rate,
+        q, k, v, scale=1 / sqrt(module.head_dim), reach=module.one_sided_attn_window_size, dropout=rate,
         masked=padding, columns=columns,
     ).transpose(0, 1).flatten(1)  # fmt: skip
     if padding is not None:

@@ -43,10 +43,6 @@ class Relative:
         row = _own(self.layer).compute_bias(self.layer, 1, len(offsets), device=offsets.device, past_seen_tokens=first)
         return Terms(row[0, :, 0].contiguous())
 
-    def takes(self, module: Any, q: Tensor, mask: Any) -> bool:
-        """Whether our form runs in a module: the module has asked before it made this."""
-        return True
-
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
         """The numbers of all queries and keys, as they were before the swap; zeros broadcast where that pays."""
         if self.layer is None:
