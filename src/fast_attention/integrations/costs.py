@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -79,6 +80,19 @@ def span(names: list[str]) -> str:
     return f"{text} ({len(names)} layers)"
 
 
+def exact_and_bound(
+    bound: Bound, length: int, batch: int, like: Tensor, *, is_causal: bool
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """Exact attention and a mechanism, to be called on the same Gaussian tensors of its sizes."""
+    size = (batch, bound.shape.heads, length, bound.shape.head_dim)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(size, generator=generator).to(like.device, like.dtype) for _ in range(3))
+    return (
+        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal),
+        lambda: bound(q, k, v, is_causal=is_causal),
+    )
+
+
 ROUNDS = 5  # of timing both in turns
 PATIENCE = 2.0  # seconds after which no further round begins
 
@@ -90,14 +104,7 @@ def pair(bound: Bound, length: int, batch: int, like: Tensor, *, is_causal: bool
     Raises:
         ValueError: The mechanism's weights are for fewer tokens.
     """
-    size = (batch, bound.shape.heads, length, bound.shape.head_dim)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(size, generator=generator).to(like.device, like.dtype) for _ in range(3))
-
-    runs = (
-        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal),
-        lambda: bound(q, k, v, is_causal=is_causal),
-    )
+    runs = exact_and_bound(bound, length, batch, like, is_causal=is_causal)
     with torch.random.fork_rng(devices=[]):
         costs = [counted(run, like.device) for run in runs]
         with trace.recorded() as steps:

@@ -65,7 +65,10 @@ def swap(
         probing.check_called(model, [layer.name for layer, _ in layers], forward)
         settle(model, before, model.name_or_path)
         if skip_padding:
-            _check_all_swapped([layer.name for layer, bound in uncalled if bound is None])
+            if others := [layer.name for layer, bound in uncalled if bound is None]:
+                raise Unsupported(
+                    f"skip_padding=True: {others[0]} keeps attention of its own, to which a packed row is one text"
+                )
             unpadding.tried(model)
     except BaseException:
         model.__dict__.pop(BEFORE, None)
@@ -241,18 +244,15 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     swapped = module._modules.get(CHILD)
     if not isinstance(swapped, Swapped):
         return None
-    cache = _cache_in(args, kwargs) if getattr(module, "is_causal", False) else None
-    given = (*args, *kwargs.values())
+    given, cache = (*args, *kwargs.values()), None
+    if getattr(module, "is_causal", False):
+        caches = [x for x in given if isinstance(x, Cache)]
+        cache = caches[0] if caches else cache_argument.given(kwargs)
     adds_positions = swapped.positions is not None and any(swapped.adds_positions(x) for x in given)
     state = None if cache is None else swapped.state_in(cache, module)
     calls.begin(module, cache=state, adds_positions=adds_positions)
     needs_bias = adds_positions and kwargs.get("position_bias", relative) is None
     return (args, {**kwargs, "position_bias": relative.NOTHING}) if needs_bias else None
-
-
-def _cache_in(args: Any, kwargs: Any) -> Any:
-    caches = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
-    return caches[0] if caches else cache_argument.given(kwargs)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -262,13 +262,6 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         raise RuntimeError(
             f"{type(module).__name__} was swapped for {swapped.bound.mechanism!r}, and other attention ran: "
             "the model's implementation was set meanwhile. Call swap_back(model) first, or swap it again"
-        )
-
-
-def _check_all_swapped(others: list[str]) -> None:
-    if others:
-        raise Unsupported(
-            f"skip_padding=True: {others[0]} keeps attention of its own, to which a packed row is one text"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fast_attention import catalogue
 from fast_attention.engine.tracing import traced
@@ -153,7 +153,8 @@ def _refuse_another_sequence(name: str, module: MultiheadAttention, args: Any, k
     query, key = given.get("query"), given.get("key")
     if query is None or key is None or query is key or query.is_nested:
         return
-    if not traced() and _same_memory(query, key):
+    layouts = [] if traced() else [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr()) for x in (query, key)]
+    if layouts and layouts[0] == layouts[1]:  # two views of the same numbers
         return
     raise Unsupported(
         f"{name}, swapped for {module.attention.mechanism!r}, was called with another tensor as key than as query: "
@@ -161,12 +162,6 @@ def _refuse_another_sequence(name: str, module: MultiheadAttention, args: Any, k
         "work: patterns of names that leave this layer as it is or give it Softmax(); where it is one sequence, one "
         "tensor as query and key"
     )
-
-
-def _same_memory(query: Tensor, key: Tensor) -> bool:
-    """Whether two tensors are the same numbers, as two views of one are."""
-    layouts = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr()) for x in (query, key)]
-    return layouts[0] == layouts[1]
 
 
 def _share(old: nn.Module, new: nn.Module) -> None:
