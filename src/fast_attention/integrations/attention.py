@@ -70,7 +70,7 @@ def mask(
     if causal and kv_offset:  # a state may hold the keys before, which the mask is not about
         visibility = replace(visibility, reach=mask_functions.reach(mask_function, positions))
     if visibility.sequences is None:  # transformers tells packed texts apart in causal masks without a cache only
-        visibility = replace(visibility, packing=packed_rows.begun_anew(ids, batch_size, q_length))
+        visibility = replace(visibility, packing=packed_rows.from_position_ids(ids, batch_size, q_length))
     return visibility
 
 
@@ -105,7 +105,7 @@ def attention(
     Raises:
         Unsupported: The layer's mechanism cannot do what the model asks for.
     """
-    visibility = visible.given(module, query, key, attention_mask, is_causal)
+    visibility = visible.from_mask(module, query, key, attention_mask, is_causal)
     changes = changing(extra)
     if not torch.compiler.is_compiling() and probing.recording() is not None:
         window = extra.get("sliding_window")

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from fast_attention import clock
 from fast_attention.integrations import relative
-from fast_attention.integrations.costs import exact_and_bound
 from fast_attention.integrations.modules import restored_generators
-from fast_attention.integrations.report import Layer, chosen
+from fast_attention.integrations.report import Layer, chosen, exact_and_bound
 from fast_attention.mechanism import Attention, Shape
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.mechanisms.hybrid.by_length import ByLength, Weights

@@ -83,7 +83,21 @@ def extend(
     if len(parts) != 1:
         number = f"{len(parts)} Hugging Face models: extend each" if parts else "no Hugging Face model"
         raise Unsupported(f"{type(model).__name__} holds {number}")
-    extension = _extend(next(iter(parts.values())), positions, method)
+    inner = next(iter(parts.values()))
+    for name, layer in inner.named_modules():
+        if isinstance(layer, Bound) and layer.mechanism.traits.needs_max_len and layer.shape.max_len < positions:
+            raise Unsupported(
+                f"{name} runs {layer.mechanism!r}, whose weights are for {layer.shape.max_len} tokens: "
+                "swap_back(model), extend, then swap again"
+            )
+    text = inner.config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        raise Unsupported(_no_positions(inner))
+    if (rotary := _rotary_modules(inner)) and getattr(text, "rope_parameters", None):
+        extension = _extend_rotary(inner, positions, method, rotary, longest)
+    else:
+        extension = _extend_tables(inner, positions, method, longest)
     for part in model.modules():
         if isinstance(getattr(part, "max_seq_length", None), int):
             part.max_seq_length = positions  # type: ignore[assignment]
@@ -91,23 +105,6 @@ def extend(
         if reader is not None and getattr(reader, "model_max_length", None) is not None:
             reader.model_max_length = positions
     return extension
-
-
-def _extend(model: PreTrainedModel, positions: int, method: str) -> Extension:
-    for name, layer in model.named_modules():
-        if isinstance(layer, Bound) and layer.mechanism.traits.needs_max_len and layer.shape.max_len < positions:
-            raise Unsupported(
-                f"{name} runs {layer.mechanism!r}, whose weights are for {layer.shape.max_len} tokens: "
-                "swap_back(model), extend, then swap again"
-            )
-    text = model.config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    if not isinstance(longest, int) or longest < 1:
-        raise Unsupported(_no_positions(model))
-    rotary = _rotary_modules(model)
-    if rotary and getattr(text, "rope_parameters", None):
-        return _extend_rotary(model, positions, method, rotary, longest)
-    return _extend_tables(model, positions, method, longest)
 
 
 def _no_positions(model: PreTrainedModel) -> str:

@@ -69,7 +69,7 @@ def swap(
                 raise Unsupported(
                     f"skip_padding=True: {others[0]} keeps attention of its own, to which a packed row is one text"
                 )
-            unpadding.tried(model)
+            unpadding.try_skipping(model)
     except BaseException:
         model.__dict__.pop(BEFORE, None)
         _remove(model)
@@ -145,7 +145,7 @@ def _uncalled(
     """
     bound, why = None, "it follows a config of its own, which set_attn_implementation does not reach"
     positions = relative.of(model, name)
-    exact, shown = relative.given(Softmax(), positions), ""
+    exact, shown = relative.with_own_bias(Softmax(), positions), ""
     if module in run:
         shown, why = "its own attention", "it forms attention itself, not through transformers' interface"
     elif getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
@@ -161,7 +161,7 @@ def _plan(
     """The report of a layer, and its mechanism: the wanted one, or exact attention where that cannot serve."""
     module, positions = model.get_submodule(name), relative.of(model, name)
     reason = UNNAMED if mechanism is None else _unsupported_reason(mechanism, call, positions)
-    chosen_mechanism: Any = relative.given(Softmax() if mechanism is None or reason else mechanism, positions)
+    chosen_mechanism: Any = relative.with_own_bias(Softmax() if mechanism is None or reason else mechanism, positions)
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.needs_max_len else 0)
     bound = like_module(relative.bound(chosen_mechanism, shape, positions), module, model)

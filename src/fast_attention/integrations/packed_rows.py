@@ -23,7 +23,7 @@ from fast_attention.packed import Packing
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # max_length_q and max_length_k follow from these
 
 
-def given(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+def borders_in(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Read a description of packed rows from a model's keyword arguments.
 
     Raises:
@@ -53,7 +53,7 @@ def declared(q: Tensor, k: Tensor, extra: Mapping[str, Any], visibility: Visibil
         ValueError: The borders do not rise, or do not end at the number of tokens.
     """
     queries, keys = q.shape[0] * q.shape[-2], k.shape[0] * k.shape[-2]
-    borders = given(extra)
+    borders = borders_in(extra)
     if torch.compiler.is_compiling():
         _assert_one_text(q, k, extra, visibility)
         return None
@@ -102,7 +102,7 @@ def one_row(x: Tensor, places: Tensor | None = None) -> Tensor:
     return row if places is None else row[:, :, places]
 
 
-def begun_anew(position_ids: Tensor | None, batch: int, length: int) -> Packing | None:
+def from_position_ids(position_ids: Tensor | None, batch: int, length: int) -> Packing | None:
     """The packed texts of rows whose positions begin anew: where one is smaller than that before it, a text begins."""
     if position_ids is None or position_ids.ndim != 2 or position_ids.shape[-1] != length or length < 2:
         return None

@@ -45,11 +45,11 @@ def run(model: Any, forward: Any, args: Any, kwargs: Any) -> Any:
     arguments, is_token = row
     call = calls.present(model)
     assert call is not None
-    call.packed = packed_rows.given(arguments)
+    call.packed = packed_rows.borders_in(arguments)
     return padded(model, forward(**arguments), is_token)
 
 
-def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
+def try_skipping(model: PreTrainedModel, how: str = ALWAYS) -> None:
     """Let a swapped model skip padding, if it then gives what it gives for each text alone.
 
     Raises:
@@ -60,7 +60,7 @@ def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
     needed = NEEDED[:-1] if _counts_distances(base) else NEEDED
     if missing := [each for each in needed if each not in _names(base)]:
         raise Unsupported(f"skip_padding=True needs a model that takes {', '.join(NEEDED)}; {name} lacks {missing[0]}")
-    if not might(model):
+    if not can_skip(model):
         raise Unsupported(
             f"skip_padding=True is for encoders and {name} is causal, whose cache is laid out as its rows are. What "
             "would work: rows packed by transformers' DataCollatorWithFlattening(return_flash_attn_kwargs=True)"
@@ -92,7 +92,7 @@ def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
     set_skipping(model, True, how)
 
 
-def might(model: PreTrainedModel) -> bool:
+def can_skip(model: PreTrainedModel) -> bool:
     """Whether a model reads texts, and every token all of its text: only then can padding be skipped."""
     takes_ids = model.main_input_name == "input_ids" and "decoder_input_ids" not in _names(model.base_model)
     return takes_ids and not any(getattr(part, "is_causal", False) for part in model.modules())
@@ -151,13 +151,14 @@ def padded(model: Any, output: Any, is_token: Bool[Tensor, "batch length"]) -> A
         padded_rows[is_token] = x[0]
         return padded_rows
 
-    kept = {name: rows(output[name]) for name in ("last_hidden_state", "hidden_states") if name in output}
+    outputs = {name: rows(output[name]) for name in ("last_hidden_state", "hidden_states") if name in output}
     if "pooler_output" in output:
-        pooled, linear = kept["last_hidden_state"], isinstance(model.pooler, nn.Linear)
-        kept["pooler_output"] = model.pooler_activation(model.pooler(pooled[:, 0])) if linear else model.pooler(pooled)
-    if others := [name for name in output if name not in kept]:
+        pooled, pooler = outputs["last_hidden_state"], model.pooler
+        is_linear = isinstance(pooler, nn.Linear)
+        outputs["pooler_output"] = model.pooler_activation(pooler(pooled[:, 0])) if is_linear else pooler(pooled)
+    if others := [name for name in output if name not in outputs]:
         raise Unsupported(f"skip_padding=True: {type(model).__name__} also returns {', '.join(others)}")
-    return type(output)(**kept)
+    return type(output)(**outputs)
 
 
 def _counts_distances(model: Any) -> bool:

@@ -130,7 +130,7 @@ def of_keys(mask: Any, q: Tensor, k: Tensor) -> Visibility | None:
     """The keys that a mask (B, 1, 1, S) lets each query of a text see; None for other masks."""
     if not isinstance(mask, Tensor) or mask.shape[1:3] != (1, 1) or not 1 < q.shape[-2] == k.shape[-2]:
         return None
-    seen = visible.given(torch.nn.Module(), q, k, mask, is_causal=False)
+    seen = visible.from_mask(torch.nn.Module(), q, k, mask, is_causal=False)
     return seen if seen.complete and _runs_on(seen) else None
 
 

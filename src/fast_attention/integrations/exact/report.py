@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from fast_attention import clock
 from fast_attention.integrations import calls
-from fast_attention.integrations.costs import span, wrapped
 from fast_attention.integrations.modules import evaluating
-from fast_attention.integrations.report import AttentionLayer, grouped
+from fast_attention.integrations.report import AttentionLayer, grouped, span, wrapped
 
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12}  # of outputs, relative to the largest; others: of rounding
 ROUNDS, PATIENCE = 5, 10.0  # of timing both in turns; seconds after which no further round begins

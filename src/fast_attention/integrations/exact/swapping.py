@@ -198,11 +198,11 @@ def _skips(model: PreTrainedModel, *, wanted: bool, notes: list[str]) -> bool:
         Unsupported: That was asked for, and it cannot.
     """
     try:
-        unpadding.tried(model, unpadding.WHERE_IT_PAYS)
+        unpadding.try_skipping(model, unpadding.WHERE_IT_PAYS)
     except Unsupported as error:
         if wanted:
             raise
-        if unpadding.might(model):
+        if unpadding.can_skip(model):
             notes.append(f"Padding is computed: {str(error).removeprefix('skip_padding=True').lstrip(': ')}")
         return False
     return True
