@@ -84,7 +84,7 @@ def measured(
         swap: Swaps it, by a mechanism or patterns.
         swap_back: Undoes that.
     """
-    above: dict[Any, int] = {}
+    limits: dict[Any, int] = {}
     exact: dict[str, Any] = {}
     with restored_generators(model):
         layers = swap(exact_below(wanted, ByLength.above))
@@ -93,11 +93,11 @@ def measured(
         tokens = ByLength.above
         if layer.replaced and isinstance(mechanism, Attention) and not isinstance(mechanism, Softmax):
             kind = (layer.heads, layer.head_dim, layer.is_causal, mechanism)
-            if kind not in above:
+            if kind not in limits:
                 like = next(model.get_submodule(layer.name).parameters())
                 shape = Shape(layer.heads, layer.head_dim)
-                above[kind] = crossover(mechanism, shape, like, is_causal=layer.is_causal)
-            tokens = above[kind]
+                limits[kind] = crossover(mechanism, shape, like, is_causal=layer.is_causal)
+            tokens = limits[kind]
         if mechanism is not None:
             exact[escape(layer.name)] = exact_below(mechanism, tokens)
     swap_back()

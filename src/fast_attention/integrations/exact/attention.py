@@ -72,8 +72,10 @@ def attention(
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if seen is None:
         return original(attention_mask)
-    apart = seen.packing is not None and query.shape[2] != key.shape[2]  # packed texts with other keys than queries
-    if not {*changes} <= {*SUPPORTED} or apart or (cap is not None and core.unavailable()):
+    has_others = (
+        seen.packing is not None and query.shape[2] != key.shape[2]
+    )  # packed texts with other keys than queries
+    if not {*changes} <= {*SUPPORTED} or has_others or (cap is not None and core.unavailable()):
         return original(seen.dense())
     bias = None if positions is None or positions.layer is None else positions
     dropped = dropout if module.training else 0.0

@@ -92,7 +92,11 @@ def _layers(
     except Unsupported as error:
         refusal = str(error)
     else:
-        layers = {name: _layer(model, name, call) for name, call in called.items()}
+        for name, call in called.items():
+            computes, runs, start, padded = _describe(call, model)
+            padded = None if model.main_input_name == "pixel_values" else padded  # pictures are never padded
+            sizes = (call.heads, call.head_dim, call.is_causal)
+            layers[name] = ExactLayer(name, type(call.module).__name__, *sizes, computes, runs, start, padded)
         _check(model, forward)
     for name, module in model.named_modules():
         if (form := getattr(module, "exact_form", None)) is not None:
@@ -105,15 +109,6 @@ def _layers(
         notes.append(refusal)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return sorted(layers.values(), key=lambda layer: order[layer.name])
-
-
-def _layer(model: PreTrainedModel, name: str, call: AttentionCall) -> ExactLayer:
-    """The function that a layer computes, and what runs it now."""
-    computes, runs, start, padded = _describe(call, model)
-    reads_rows = model.main_input_name != "pixel_values"  # which are never padded
-    padded = padded if reads_rows else None
-    sizes = (call.heads, call.head_dim, call.is_causal)
-    return ExactLayer(name, type(call.module).__name__, *sizes, computes, runs, start, padded)
 
 
 def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, int | None]:
