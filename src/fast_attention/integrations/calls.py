@@ -93,7 +93,7 @@ def continues(cache: Any) -> bool:
 
 def shows(layer: nn.Module) -> bool:
     """Whether a call around this one asks for the attention matrices of ``layer``."""
-    return any(shown_layer is layer for call in _active() for shown_layer in call.shown)
+    return any(call.shown and any(shown_layer is layer for shown_layer in call.shown) for call in _active())
 
 
 def shows_any() -> bool:
@@ -112,7 +112,10 @@ def packed() -> list[dict[str, Tensor]]:
 
 
 def _find(module: nn.Module) -> ActiveCall | None:
-    return next((call for call in _active() if call.module is module), None)
+    call = _thread.innermost
+    while call is not None and call.module is not module:
+        call = call.outer
+    return call
 
 
 def _active() -> list[ActiveCall]:
