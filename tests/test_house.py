@@ -220,6 +220,7 @@ OLD_NAMES = {
     "mechanism.py": "summary",
     "mechanisms/aft": "both kept in_range held",
     "mechanisms/hybrid/reference.py": "Sight sight ahead behind",
+    "integrations": "held taught teach tried might begun_anew apart above both lead described ahead behind",
     "integrations/visible.py": "ahead back",
 }
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import BigBirdConfig, BigBirdModel
 
 from fast_attention import core, swap, swap_back
-from fast_attention.integrations.exact import big_bird, mode
+from fast_attention.integrations import calls
+from fast_attention.integrations.exact import big_bird
 
 needs_core = pytest.mark.skipif(bool(core.unavailable()), reason=core.unavailable() or "it serves")
 KIND = big_bird.BigBirdBlockSparseAttention
@@ -28,7 +29,7 @@ def pair(block_size: int) -> tuple[nn.Module, nn.Module]:
         parameter.data += 0.2 * torch.randn_like(parameter)
     ours = copy.deepcopy(model)
     for module in ours.modules():
-        module.__class__ = big_bird.KINDS.get(type(module), type(module))
+        module.__class__ = big_bird.EXACT.get(type(module), type(module))
     return model, ours
 
 
@@ -57,7 +58,7 @@ def test_equal_outputs_and_gradients(case: str, training: bool) -> None:
     ids, results = torch.randint(2, 50, mask.shape), []
     chosen = torch.randn(*mask.shape, 32)
     for model in models:
-        with mode.forced():
+        with calls.forced():
             out = model.train(training)(ids, attention_mask=mask)[0]
         # A bias of keys moves all scores of a query alike: its gradient is rounding, no larger than the original's.
         named = [(name, p) for name, p in model.named_parameters() if "embed" not in name]
@@ -73,10 +74,10 @@ def test_equal_outputs_and_gradients(case: str, training: bool) -> None:
 @needs_core
 def test_unusual_calls_run_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ours = pair(16)
-    calls, attend = list[int](), big_bird.attend
+    lengths, attend = list[int](), big_bird.attend
 
     def counted(q: Tensor, *args: object, **settings: object) -> Tensor:
-        calls.append(q.shape[1])
+        lengths.append(q.shape[1])
         return attend(q, *args, **settings)  # type: ignore[reportArgumentType]
 
     monkeypatch.setattr(big_bird, "attend", counted)
@@ -87,11 +88,11 @@ def test_unusual_calls_run_the_original(monkeypatch: pytest.MonkeyPatch) -> None
         matrices = [each(ids, output_attentions=True).attentions for each in (model, ours)]
         assert all(torch.equal(a, b) for a, b in zip(*matrices, strict=True))
         assert torch.equal(ours(ids[:, :512])[0], model(ids[:, :512])[0])
-        with mode.original():
+        with calls.original():
             assert torch.equal(ours(ids)[0], model(ids)[0])
-        assert not calls
+        assert not lengths
         ours(ids)
-    assert calls == [1024, 1024]
+    assert lengths == [1024, 1024]
     assert KIND.__bases__[0] is type(next(x for x in model.modules() if type(x).__name__ == KIND.__name__))
 
 

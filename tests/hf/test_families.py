@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import cache_argument, swap, swap_back
-from fast_attention.integrations.exact import mode
+from fast_attention.integrations import calls
 from tests.hf import families
 from tests.hf.families import DECODERS, ENCODERS, WINDOW
 
@@ -35,9 +35,9 @@ def away(wanted: Tensor, got: Tensor, mask: Tensor | None = None) -> float:
 
 def both(run: Callable[[], Any]) -> tuple[Any, Any]:
     """What a swapped model gives in its original form, and in ours at any length."""
-    with mode.original():
+    with calls.original():
         wanted = run()
-    with mode.forced():
+    with calls.forced():
         return wanted, run()
 
 
@@ -51,9 +51,9 @@ def test_outputs_are_the_same(name: str) -> None:
     assert report.gains, report
     for wanted in plain:
         ids = IDS[:, : wanted.shape[1]]
-        with mode.original():
+        with calls.original():
             assert torch.equal(first(model(ids)), wanted)
-        with mode.forced():
+        with calls.forced():
             assert away(wanted, first(model(ids))) < SAME
     for mask in (RIGHT, LEFT):
         wanted, got = both(lambda mask=mask: first(model(IDS, attention_mask=mask)))
@@ -148,12 +148,12 @@ def test_short_inputs_run_what_ran(name: str) -> None:
     swap(model)
     for length in (16, 100) if name == "Bert" else (16, 100, 255):
         ids = IDS[:1].repeat(1, 7)[:, :length]
-        with mode.original():
+        with calls.original():
             wanted = first(model(ids))
         assert torch.equal(first(model(ids)), wanted)
     padded = torch.ones_like(IDS)
     padded[:, 37:] = 0
-    with mode.original():
+    with calls.original():
         wanted = first(model(IDS, attention_mask=padded))
     assert torch.equal(first(model(IDS, attention_mask=padded)), wanted)
 
@@ -169,7 +169,7 @@ def test_long_inputs_run_ours_without_a_mask_of_all_pairs(name: str, monkeypatch
     ids = torch.randint(3, families.VOCABULARY, (2, max(start, 300)))
     mask = torch.ones_like(ids)
     mask[1, 200:] = 0
-    with mode.original():
+    with calls.original():
         wanted = first(model(ids, attention_mask=mask))
 
     def refuse(*args: Any, **settings: Any) -> Any:
@@ -190,7 +190,7 @@ def test_models_that_cut_queries_out_of_their_masks(keep: int) -> None:
     wanted = model(IDS, logits_to_keep=keep).logits
     swap(model)
     assert away(wanted, model(IDS, logits_to_keep=keep).logits) < SAME
-    with mode.forced():
+    with calls.forced():
         assert away(wanted, model(IDS, logits_to_keep=keep).logits) < SAME
 
 

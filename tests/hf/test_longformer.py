@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import LEDConfig, LEDModel, LongformerConfig, LongformerModel
 
 from fast_attention import core
-from fast_attention.integrations.exact import global_window, longformer, mode
-from fast_attention.integrations.exact.global_window import Window, attend
+from fast_attention.integrations import calls
+from fast_attention.integrations.exact import global_window, longformer
+from fast_attention.integrations.exact.global_window import attend
 
 needs_core = pytest.mark.skipif(bool(core.unavailable()), reason=core.unavailable() or "it serves")
 LENGTH = 201  # which the models pad to 224 for layers with windows of 32 and 16
@@ -48,7 +49,7 @@ def exchanged(model: nn.Module) -> nn.Module:
     """A copy with our classes."""
     model = copy.deepcopy(model)
     for module in model.modules():
-        module.__class__ = longformer.KINDS.get(type(module), type(module))
+        module.__class__ = longformer.EXACT.get(type(module), type(module))
     return model
 
 
@@ -155,10 +156,10 @@ def test_no_tensor_of_all_pairs(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["longformer", "led"])
 def test_unusual_calls_run_the_original(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(kind)
-    ours, calls = exchanged(model), list[int]()
+    ours, lengths = exchanged(model), list[int]()
 
     def counted(q: Tensor, *args: Any, **settings: Any) -> Tensor:
-        calls.append(q.shape[1])
+        lengths.append(q.shape[1])
         return attend(q, *args, **settings)
 
     monkeypatch.setattr(longformer, "attend", counted)
@@ -168,13 +169,13 @@ def test_unusual_calls_run_the_original(kind: str, monkeypatch: pytest.MonkeyPat
         matrices = [each(**call, output_attentions=True).attentions for each in (model, ours)]
         assert all(torch.equal(a, b) for a, b in zip(*matrices, strict=True))
         assert torch.equal(ours(**short)[0], model(**short)[0])
-        with mode.original():
+        with calls.original():
             assert torch.equal(ours(**call)[0], model(**call)[0])
-        assert not calls
+        assert not lengths
         ours(**call)
-        with mode.forced():
+        with calls.forced():
             ours(**short)
-    assert calls == [LENGTH, LENGTH, 80, 80]
+    assert lengths == [LENGTH, LENGTH, 80, 80]
 
 
 def test_undone_by_the_first_base() -> None:
@@ -212,21 +213,21 @@ def test_the_same_with_all_scores_at_once(dropout: float, columns: Tensor | None
     """Outputs and gradients of a window and of blocks, with the weights that the same seed drops."""
     masked = torch.arange(48) >= 45
     blocks = torch.randint(0, 6, (2, 6, 2))
-    for window, table in ((Window(5), ()), (Window(8, size=8), ()), (Window(8, size=8), (blocks,))):
+    for reach, size, table in ((5, 0, ()), (8, 8, ()), (8, 8, (blocks,))):
         if table and columns is not None:
             columns = torch.arange(8)  # whole blocks, as BigBird's are
         found = []
         for dtype in (torch.float32, torch.float64):
             leaves = [x.to(dtype).requires_grad_() for x in sequence()]
             torch.manual_seed(5)
-            given: dict[str, Any] = {"scale": 0.7, "dropout": dropout}
+            given: dict[str, Any] = {"scale": 0.7, "dropout": dropout, "reach": reach, "size": size}
             if dtype == torch.float32:
                 blocks_given = table[0] if table else None
-                out = attend(*leaves, window, masked=masked, columns=columns, blocks=blocks_given, **given)
+                out = attend(*leaves, masked=masked, columns=columns, blocks=blocks_given, **given)
             else:
                 intervals = () if columns is None else tuple(global_window._intervals(columns.tolist()))
                 seed = int(torch.randint(2**62, ())) if dropout else 0
-                settings = {"reach": window.reach, "size": window.size, "columns": intervals, "seed": seed, **given}
+                settings = {"columns": intervals, "seed": seed, **given}
                 out = global_window._compiled.reference(*leaves, ~masked[None], None, None, None, *table, **settings)
             found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
         for ours, theirs in zip(*found, strict=True):
@@ -241,7 +242,7 @@ def test_dropout_keeps_the_mean_and_drops_its_share() -> None:
 
     def sums(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return attend(q * 0, k, v, Window(20), scale=1.0, dropout=0.25)
+        return attend(q * 0, k, v, scale=1.0, reach=20, dropout=0.25)
 
     first = sums(1)
     assert abs(float(first[:, 20:-20].mean()) - 1.0) < 0.02

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_attention import core, swap, swap_back
 from fast_attention.engine.masks import masked_softmax
-from fast_attention.integrations.exact import mode
+from fast_attention.integrations import calls
 from fast_attention.integrations.exact.attention import attend
 from fast_attention.integrations.visible import Visibility
 from tests.hf import families
@@ -86,9 +86,9 @@ def away(wanted: Tensor, got: Tensor) -> float:
 
 def both(run: Callable[[], Any]) -> tuple[Any, Any]:
     """What a swapped model gives in its original form, and in ours at any length."""
-    with mode.original():
+    with calls.original():
         wanted = run()
-    with mode.forced():
+    with calls.forced():
         return wanted, run()
 
 
@@ -106,7 +106,7 @@ def test_encoder_decoders_give_what_they_gave(name: str, attention: str) -> None
     plain = outputs(model)
     report = swap(model)
     assert report.gains, report
-    with mode.original():
+    with calls.original():
         assert torch.equal(outputs(model), plain)
     for mask in (None, RIGHT, LEFT):
         for decoder in (29, 41):
@@ -189,7 +189,7 @@ def test_attention_matrices_are_those_of_the_model(name: str, by: str) -> None:
                 part.config.output_attentions = True
     gains = by == "argument" and not _only_by_core(name)
     assert swap(model).gains == gains, "a model that always gives them has nothing to gain"
-    with mode.forced():
+    with calls.forced():
         found = model(**given, **({"output_attentions": True} if by == "argument" else {}))
     for kind in kinds:
         assert len(wanted[kind]) == len(found[kind]) > 0
@@ -215,7 +215,7 @@ def test_short_inputs_run_what_ran(name: str) -> None:
     model = seq2seq(name) if name in SEQ2SEQ else causal(name)
     swap(model)
     for mask in (None, RIGHT):
-        with mode.original():
+        with calls.original():
             wanted = outputs(model, mask)
         assert torch.equal(outputs(model, mask), wanted)
 
@@ -255,7 +255,7 @@ def test_long_inputs_hold_no_scores_of_all_pairs(name: str, trains: bool) -> Non
         return out.detach()
 
     sizes = []
-    with mode.original(), Largest() as largest:
+    with calls.original(), Largest() as largest:
         wanted = run()
     sizes.append(largest.size)
     with Largest() as largest:
@@ -308,7 +308,7 @@ def test_compiled_models_run_what_ran() -> None:
     """UMT5 makes its own of the bias in every layer."""
     model = seq2seq("UMT5", "EncoderModel")
     swap(model)
-    with mode.original():
+    with calls.original():
         wanted = outputs(model)
     got = torch.compile(model, backend="eager")(input_ids=IDS).last_hidden_state
     assert away(wanted, got) < EXACT

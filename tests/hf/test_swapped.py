@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from fast_attention import core, swap, swap_back
-from fast_attention.integrations.exact import mode
+from fast_attention.integrations import calls
 from fast_attention.mechanism import Unsupported
 from tests.hf import families
 from tests.hf.test_families import IDS, LEFT, RIGHT, SAME, away, both, first
@@ -243,13 +243,13 @@ def test_padded_in_front_too() -> None:
 
 
 def test_what_a_block_forces_ends_with_it() -> None:
-    with mode.forced():
-        assert mode.runs(False)
-        with mode.original():
-            assert not mode.runs(True)
-        assert mode.runs(False)
-    assert not mode.runs(False)
-    assert mode.runs(True)
+    with calls.forced():
+        assert calls.runs_ours(False)
+        with calls.original():
+            assert not calls.runs_ours(True)
+        assert calls.runs_ours(False)
+    assert not calls.runs_ours(False)
+    assert calls.runs_ours(True)
 
 
 @pytest.mark.parametrize("name", ["Longformer", "BigBird", "Gemma2"])

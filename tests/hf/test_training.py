@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fast_attention import swap
 from fast_attention.integrations import calls
-from fast_attention.integrations.exact import mode
 from fast_attention.integrations.exact.attention import attention
 from fast_attention.integrations.visible import Visibility
 from tests.hf import families
@@ -62,7 +61,7 @@ def test_dropout_drops_as_much() -> None:
     with torch.no_grad():
         ids = IDS[:1].expand(16, -1)
         means = []
-        for context in (mode.original, mode.forced):
+        for context in (calls.original, calls.forced):
             torch.manual_seed(0)
             with context():
                 means.append(torch.stack([first(model(ids)).mean(0) for _ in range(4)]).mean(0))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fast_attention
 from fast_attention import cache_argument, clock, explain, swap, swap_back
 from fast_attention.conformance.threads import difference_in_step
-from fast_attention.integrations import costs
+from fast_attention.integrations.report import span
 from fast_attention.mechanism import Unsupported
 
 transformers = pytest.importorskip("transformers")
@@ -518,11 +518,11 @@ def test_reports_are_printed_in_100_columns() -> None:
 
 
 def test_layers_in_a_row_have_one_name() -> None:
-    assert costs.span(["a.3.b"]) == "a.3.b"
-    assert costs.span(["a.8.b", "a.9.b", "a.10.b"]) == "a.8-10.b (3 layers)"
-    assert costs.span(["a.0.b", "a.2.b"]) == "a.0.b ... a.2.b (2 layers)"
-    assert costs.span(["a.0.b1", "a.1.b2"]) == "a.0.b1 ... a.1.b2 (2 layers)"
-    assert costs.span(["a.0.own", "a.0.cross"]) == "a.0.own ... a.0.cross (2 layers)"
+    assert span(["a.3.b"]) == "a.3.b"
+    assert span(["a.8.b", "a.9.b", "a.10.b"]) == "a.8-10.b (3 layers)"
+    assert span(["a.0.b", "a.2.b"]) == "a.0.b ... a.2.b (2 layers)"
+    assert span(["a.0.b1", "a.1.b2"]) == "a.0.b1 ... a.1.b2 (2 layers)"
+    assert span(["a.0.own", "a.0.cross"]) == "a.0.own ... a.0.cross (2 layers)"
 
 
 def test_the_report_says_what_a_length_costs(monkeypatch: pytest.MonkeyPatch) -> None:

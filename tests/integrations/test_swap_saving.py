@@ -335,9 +335,6 @@ def test_folders_that_hold_no_swapped_model(tmp_path: Path) -> None:
     build("Bert").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"config\.json names no mechanisms"):
         from_pretrained(tmp_path)
-    (tmp_path / "fast_attention.safetensors").touch()
-    with pytest.raises(ValueError, match="before the first release"):
-        from_pretrained(tmp_path)
 
 
 def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,8 +135,8 @@ def test_the_whole_around_a_swapped_part_is_refused(tmp_path: Path) -> None:
 
 
 def test_layers_of_timm_in_a_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timm, "_is_attention", lambda module: isinstance(module, TwinAttention))
-    monkeypatch.setattr(timm, "_is_known", timm._is_attention)
+    monkeypatch.setattr(timm, "is_attention", lambda module: isinstance(module, TwinAttention))
+    monkeypatch.setattr(timm, "_is_known", timm.is_attention)
     model = build("Bert")
     model.more = nn.ModuleList([TwinAttention(32, 4)])
     swap(model, "LinearAttention")

@@ -23,7 +23,7 @@ from fast_attention.conversion.settings import ConversionSettings
 from fast_attention.conversion.transfer import layers_of
 from fast_attention.integrations import crossover, swap, swap_back
 from fast_attention.integrations.crossover import ExactUpTo
-from fast_attention.integrations.randomness import restored_generators
+from fast_attention.integrations.modules import restored_generators
 from fast_attention.integrations.swapping import pretrained
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.refusals import is_module

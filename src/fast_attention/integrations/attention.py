@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +11,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fast_attention.engine.tracing import exporting
-from fast_attention.integrations import calls, mask_functions, packed_rows, relative, visible
+from fast_attention.integrations import calls, mask_functions, packed_rows, probing, relative, visible
 from fast_attention.integrations.cache import StateLayer
 from fast_attention.integrations.mask_functions import Positions
 from fast_attention.integrations.swapped import CHILD, Swapped
@@ -29,36 +26,6 @@ CHANGES = ("position_bias", "softcap", SINKS)  # arguments that alter the scores
 HARMLESS = (  # tensors that do not
     *packed_rows.BORDERS, "max_length_q", "max_length_k", "input_ids", "position_ids", "cache_position"
 )  # fmt: skip
-
-
-class Call(NamedTuple):
-    """One call of the attention function by an attention module, as a probe records it."""
-
-    module: nn.Module
-    heads: int
-    head_dim: int
-    scaling: float | None
-    is_causal: bool
-    crosses: bool  # keys of another sequence than the queries
-    keys_left: int | None  # earlier keys that a query sees; None: all
-    keys_right: int | None  # later ones
-    extra: tuple[str, ...]  # arguments that change the scores
-    window: int | None  # the layer's setting, whatever the length
-    times: int = 1  # that the module called attention in one pass of the model
-
-
-_calls: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
-
-
-@contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """Record all attention calls in the block instead of computing them: their outputs are zeros."""
-    recorded_calls: list[Call] = []
-    token = _calls.set(recorded_calls)
-    try:
-        yield recorded_calls
-    finally:
-        _calls.reset(token)
 
 
 def mask(
@@ -82,7 +49,7 @@ def mask(
     if isinstance(q_offset, Tensor) or (causal and q_offset + q_length < kv_offset + kv_length):
         return dense()  # a cache of a fixed size, longer than the tokens so far
     compiling = torch.compiler.is_compiling()  # or exporting: values of tensors cannot be read
-    tokens = None if attention_mask is None else _up_to(attention_mask, kv_offset + kv_length)
+    tokens = None if attention_mask is None else mask_functions.up_to(attention_mask, kv_offset + kv_length)
     tokens = tokens if compiling or tokens is None or not bool(tokens.all()) else None
     if use_vmap:  # a mask function of the caller's, which may do anything
         return Visibility(dense, tokens, complete=False)
@@ -103,24 +70,27 @@ def mask(
     if causal and kv_offset:  # a state may hold the keys before, which the mask is not about
         visibility = replace(visibility, reach=mask_functions.reach(mask_function, positions))
     if visibility.sequences is None:  # transformers tells packed texts apart in causal masks without a cache only
-        visibility = replace(visibility, packing=packed_rows.begun_anew(ids, batch_size, q_length))
+        visibility = replace(visibility, packing=packed_rows.from_position_ids(ids, batch_size, q_length))
     return visibility
 
 
-def _is_change(name: str, argument: Any) -> bool:
-    """Whether an argument of a layer's alters the scores: so does any tensor that is not known to do nothing.
+def changing(extra: dict[str, Any], harmless: set[str] | None = None) -> dict[str, Any]:
+    """The arguments of a layer's that alter its scores: so does any tensor that is not known to do nothing.
 
     What the model was given itself, labels say, passes through some models to their attention functions.
+
+    Args:
+        extra: Arguments of the attention function.
+        harmless: What a mask keeps for a layer that is computed again: names of such tensors of the model's.
     """
-    if name in CHANGES:
-        return True
-    return isinstance(argument, Tensor) and name not in HARMLESS and not calls.is_argument(name)
-
-
-def _up_to(attention_mask: Tensor, keys: int) -> Tensor:
-    """A mask of tokens for the keys so far, as transformers reads it: by position, and no token beyond its end."""
-    size = attention_mask.shape[-1]
-    return attention_mask if size == keys else torch.nn.functional.pad(attention_mask, (0, keys - size))
+    tensors = {name for name, x in extra.items() if isinstance(x, Tensor) and name not in (*CHANGES, *HARMLESS)}
+    if harmless is not None and calls.computed_again():
+        unknown = tensors - harmless
+    else:
+        unknown = {name for name in tensors if not calls.is_argument(name)}
+        if harmless is not None:
+            harmless.update(tensors - unknown)
+    return {name: x for name, x in extra.items() if x is not None and (name in CHANGES or name in unknown)}
 
 
 def attention(
@@ -135,18 +105,11 @@ def attention(
     Raises:
         Unsupported: The layer's mechanism cannot do what the model asks for.
     """
-    visibility = visible.given(module, query, key, attention_mask, is_causal)
-    changes = {name: x for name, x in extra.items() if x is not None and _is_change(name, x)}
-    recording = None if torch.compiler.is_compiling() else _calls.get()
-    if recording is not None:
-        crosses = query.shape[-2] != key.shape[-2]
-        recording.append(
-            Call(
-                module, query.shape[1], query.shape[-1], scaling, visibility.is_causal, crosses, visibility.keys_left,
-                visibility.keys_right, tuple(changes), extra.get("sliding_window"),
-            )
-        )  # fmt: skip
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+    visibility = visible.from_mask(module, query, key, attention_mask, is_causal)
+    changes = changing(extra)
+    if not torch.compiler.is_compiling() and probing.recording() is not None:
+        window = extra.get("sliding_window")
+        return probing.record(module, query, key, value, visibility, changes, window=window), None
     swapped = module._modules.get(CHILD)
     if not isinstance(swapped, Swapped):
         raise RuntimeError(f"{type(module).__name__} has no mechanism: swap the model by fast_attention.swap(...)")
@@ -169,17 +132,30 @@ def attention(
     is_simple = not (shown or changes or dropout)
     out, weights = swapped.exact(query, key, value, visibility, cache) if is_simple else None, None
     if out is None:
-        arguments = (swapped.bound, cache, query, key, value, visibility, changes, dropout)
-        out, weights = _run_with_matrices(*arguments) if shown else (_run(*arguments), None)
+        dropout = dropout if swapped.bound.mechanism.traits.mask else 0.0  # the report says which layers drop nothing
+        sinks = changes.pop(SINKS, None)
+        layer_call = _Call(swapped.bound, cache, query, key, value, visibility, changes, sinks, dropout)
+        out, weights = _run_with_matrices(layer_call) if shown else (_run(layer_call), None)
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _run_with_matrices(
-    bound: Bound, cache: StateLayer | None, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility,
-    changes: dict[str, Tensor], dropout: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+class _Call(NamedTuple):
+    """A call of a layer's mechanism."""
+
+    bound: Bound
+    cache: StateLayer | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visibility: Visibility
+    changes: dict[str, Tensor]  # arguments that alter the scores, but sinks
+    sinks: Tensor | None
+    dropout: float
+
+
+def _run_with_matrices(call: _Call) -> tuple[Tensor, Tensor]:
     """Outputs and attention matrices, from one pass with the same dropped weights: A [v, I] = [A v, A]."""
-    mechanism, width = bound.mechanism, v.shape[-1]
+    mechanism, cache, v = call.bound.mechanism, call.cache, call.v
     if not mechanism.traits.matrix:
         raise mechanism.refuse("output_attentions=True", "matrix")
     if cache is not None and cache.length:
@@ -187,26 +163,20 @@ def _run_with_matrices(
             f"output_attentions=True, and {mechanism!r} keeps a state in which the {cache.length} keys before are "
             "summed up: pass use_cache=False"
         )
-    identity = torch.eye(k.shape[-2], dtype=v.dtype, device=v.device).expand(*v.shape[:-1], -1)
+    identity = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device).expand(*v.shape[:-1], -1)
     if cache is None:
-        outputs_and_matrices = _run(bound, None, q, k, torch.cat([v, identity], -1), visibility, changes, dropout)
-        return outputs_and_matrices[..., :width], outputs_and_matrices[..., width:]
-    out = _run(bound, cache, q, k, v, visibility, changes, dropout)
-    return out, _run(bound, None, q, k, identity, visibility, changes, dropout)  # not added to the state
+        outputs_and_matrices = _run(call._replace(v=torch.cat([v, identity], -1)))
+        return outputs_and_matrices[..., : v.shape[-1]], outputs_and_matrices[..., v.shape[-1] :]
+    return _run(call), _run(call._replace(cache=None, v=identity))  # which is not added to the state
 
 
-def _run(
-    bound: Bound, cache: StateLayer | None, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility,
-    changes: dict[str, Tensor], dropout: float,
-) -> Tensor:  # fmt: skip
+def _run(call: _Call) -> Tensor:
     """Run the mechanism in the cheapest form that serves: as it is, with a state, in packed rows, with a dense mask."""
+    bound, cache, q, k, v, visibility, changes, sinks, dropout = call
     mechanism, key_mask = bound.mechanism, visibility.key_mask(k.shape[-2])
-    changes = dict(changes)
-    sinks = changes.pop(SINKS, None)
-    dropout = dropout if mechanism.traits.mask else 0.0  # the report says which layers drop nothing
     if visibility.valid is not None:  # compiled, with position_ids: perhaps packed rows
         if mechanism.traits.mask and cache is None:
-            return _run_masked(bound, q, k, v, visibility, changes, dropout, sinks)
+            return _run_masked(call)
         visibility = visible.asserted(visibility)
     texts = visibility.packing
     keys_left = visibility.keys_left if visibility.keys_left is not None or cache is None else visibility.reach
@@ -216,7 +186,7 @@ def _run(
         if cache is not None and mechanism.traits.mask:
             cache.pass_over(q.shape[-2], "tokens under a mask of every pair")
         if mechanism.traits.mask:
-            return _run_masked(bound, q, k, v, visibility, changes, dropout, sinks)
+            return _run_masked(call._replace(visibility=visibility))
         if changes:
             raise mechanism.refuse(f"scores with {', '.join(changes)}", "mask")
         if not visibility.complete:
@@ -243,11 +213,9 @@ def _run(
     return bound(q, k, v, is_causal=causal, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)
 
 
-def _run_masked(
-    bound: Bound, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, changes: dict[str, Tensor], dropout: float,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _run_masked(call: _Call) -> Tensor:
     """Run a mechanism with ``traits.mask`` with the model's dense mask and position bias."""
+    bound, _, q, k, v, visibility, changes, sinks, dropout = call
     if unknown := [name for name in changes if name != "position_bias"]:
         raise Unsupported(f"{bound.mechanism!r} takes no scores with {', '.join(unknown)}: keep the model's attention")
     mask, order = visibility.dense(), {}

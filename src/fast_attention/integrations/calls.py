@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ class ActiveCall:
     outer: ActiveCall | None
     shown: tuple[nn.Module, ...] = ()  # layers that are asked for their attention matrices
     position_ids: Tensor | None = None  # of a model: as it was given them; they may begin anew within a row
-    packed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # of a model: the borders of a packed row
+    packed: dict[str, Tensor] | None = None  # of a model: the borders of a packed row
     arguments: frozenset[str] = frozenset()  # of a model: the names of all that it was given
     cache: Any = None  # of an attention module: where its state is kept
     adds_positions: bool = False  # of an attention module: whether its mechanism adds positions to the scores
@@ -39,15 +41,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def begin(
-    module: nn.Module, *, shown: tuple[nn.Module, ...] = (), position_ids: Tensor | None = None,
-    packed: dict[str, Tensor] | None = None, arguments: frozenset[str] = frozenset(), cache: Any = None,
-    adds_positions: bool = False,
-) -> None:  # fmt: skip
-    """Push a call of ``module``. An earlier one that an interrupt left open is removed, with all inside it."""
+def begin(module: nn.Module, **fields: Any) -> None:
+    """Push a call of ``module``, with fields of ``ActiveCall``.
+
+    An earlier call of it that an interrupt left open is removed, with all inside it.
+    """
     interrupted = _find(module)
     outer = _thread.innermost if interrupted is None else interrupted.outer
-    _thread.innermost = ActiveCall(module, outer, shown, position_ids, packed or {}, arguments, cache, adds_positions)
+    _thread.innermost = ActiveCall(module, outer, **fields)
 
 
 def end(module: nn.Module) -> ActiveCall | None:
@@ -66,12 +67,8 @@ def present(module: nn.Module) -> ActiveCall | None:
 
 def is_part(module: nn.Module) -> bool:
     """Whether a call around the innermost one is of a model that ``module`` is a part of."""
-    call = _thread.innermost
-    while call is not None:  # another model's may stand here, which an interrupt left open
-        if call.module is not module and any(part is module for part in call.module.modules()):
-            return True
-        call = call.outer
-    return False
+    others = [call.module for call in _active() if call.module is not module]  # some of them left open by an interrupt
+    return any(part is module for other in others for part in other.modules())
 
 
 def is_argument(name: str) -> bool:
@@ -81,10 +78,7 @@ def is_argument(name: str) -> bool:
     """
     if computed_again():
         return True
-    call = _thread.innermost
-    while call is not None and name not in call.arguments:
-        call = call.outer
-    return call is not None
+    return any(name in call.arguments for call in _active())
 
 
 def computed_again() -> bool:
@@ -94,45 +88,27 @@ def computed_again() -> bool:
 
 def continues(cache: Any) -> bool:
     """Whether an attention module is being called that keeps its state in ``cache``."""
-    call = _thread.innermost
-    while call is not None and call.cache is not cache:
-        call = call.outer
-    return call is not None
+    return any(call.cache is cache for call in _active())
 
 
 def shows(layer: nn.Module) -> bool:
     """Whether a call around this one asks for the attention matrices of ``layer``."""
-    call = _thread.innermost
-    while call is not None:
-        if any(shown_layer is layer for shown_layer in call.shown):
-            return True
-        call = call.outer
-    return False
+    return any(call.shown and any(shown_layer is layer for shown_layer in call.shown) for call in _active())
 
 
 def shows_any() -> bool:
     """Whether a call around this one asks for attention matrices."""
-    call = _thread.innermost
-    while call is not None and not call.shown:
-        call = call.outer
-    return call is not None
+    return any(call.shown for call in _active())
 
 
 def position_ids() -> Tensor | None:
     """The ``position_ids`` that the innermost call with some was given."""
-    call = _thread.innermost
-    while call is not None and call.position_ids is None:
-        call = call.outer
-    return None if call is None else call.position_ids
+    return next((call.position_ids for call in _active() if call.position_ids is not None), None)
 
 
-def packed() -> Iterator[dict[str, Tensor]]:
+def packed() -> list[dict[str, Tensor]]:
     """The borders of packed rows that the calls around this one were given, the innermost first."""
-    call = _thread.innermost
-    while call is not None:
-        if call.packed:
-            yield call.packed
-        call = call.outer
+    return [call.packed for call in _active() if call.packed]
 
 
 def _find(module: nn.Module) -> ActiveCall | None:
@@ -140,3 +116,43 @@ def _find(module: nn.Module) -> ActiveCall | None:
     while call is not None and call.module is not module:
         call = call.outer
     return call
+
+
+def _active() -> list[ActiveCall]:
+    """The calls around this one, the innermost first."""
+    active: list[ActiveCall] = []
+    call = _thread.innermost
+    while call is not None:
+        active.append(call)
+        call = call.outer
+    return active
+
+
+# What a model ran before or a form of ours: a block can force either, for checks. -------------------------------------
+
+_forced: ContextVar[bool | None] = ContextVar("forced", default=None)
+
+
+def runs_ours(pays: bool) -> bool:
+    """Whether a form of ours runs where it ``pays``; code that ``torch.compile`` traces must not ask."""
+    ours = _forced.get()
+    return pays if ours is None else ours
+
+
+def original() -> AbstractContextManager[None]:
+    """Run everything in the block as before the swap."""
+    return _forcing(False)
+
+
+def forced() -> AbstractContextManager[None]:
+    """Run our forms in the block at any length."""
+    return _forcing(True)
+
+
+@contextmanager
+def _forcing(ours: bool) -> Iterator[None]:
+    token = _forced.set(ours)
+    try:
+        yield
+    finally:
+        _forced.reset(token)

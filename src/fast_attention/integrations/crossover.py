@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fast_attention import clock
 from fast_attention.integrations import relative
-from fast_attention.integrations.randomness import restored_generators
-from fast_attention.integrations.report import Layer, chosen
+from fast_attention.integrations.modules import restored_generators
+from fast_attention.integrations.report import Layer, chosen, exact_and_bound
 from fast_attention.mechanism import Attention, Shape
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.mechanisms.hybrid.by_length import ByLength, Weights
@@ -85,7 +84,7 @@ def measured(
         swap: Swaps it, by a mechanism or patterns.
         swap_back: Undoes that.
     """
-    above: dict[Any, int] = {}
+    limits: dict[Any, int] = {}
     exact: dict[str, Any] = {}
     with restored_generators(model):
         layers = swap(exact_below(wanted, ByLength.above))
@@ -94,11 +93,11 @@ def measured(
         tokens = ByLength.above
         if layer.replaced and isinstance(mechanism, Attention) and not isinstance(mechanism, Softmax):
             kind = (layer.heads, layer.head_dim, layer.is_causal, mechanism)
-            if kind not in above:
+            if kind not in limits:
                 like = next(model.get_submodule(layer.name).parameters())
                 shape = Shape(layer.heads, layer.head_dim)
-                above[kind] = crossover(mechanism, shape, like, is_causal=layer.is_causal)
-            tokens = above[kind]
+                limits[kind] = crossover(mechanism, shape, like, is_causal=layer.is_causal)
+            tokens = limits[kind]
         if mechanism is not None:
             exact[escape(layer.name)] = exact_below(mechanism, tokens)
     swap_back()
@@ -142,15 +141,9 @@ def crossover(mechanism: Attention[Any, Any], shape: Shape, like: Tensor, *, is_
 
 def seconds(mechanism: Attention[Any, Any], shape: Shape, like: Tensor, *, is_causal: bool) -> tuple[float, float]:
     """Exact attention's time at ``shape.max_len`` tokens and that of ``ByLength`` that has just crossed: medians."""
-    size = (1, shape.heads, shape.max_len, shape.head_dim)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(size, generator=generator).to(like.device, like.dtype) for _ in range(3))
     with torch.random.fork_rng(devices=[]):
         bound = Bound(ByLength(Softmax(), mechanism, max(shape.max_len - 1, 1)), shape).to(like.device, like.dtype)
-    runs = (
-        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal),
-        lambda: bound(q, k, v, is_causal=is_causal),
-    )
+    runs = exact_and_bound(bound, shape.max_len, 1, like, is_causal=is_causal)
     estimates = [min(clock.seconds(run, like.device) for _ in range(2)) for run in runs]
     repeats = clock.repeats_for(min(estimates))
 

@@ -80,7 +80,7 @@ def _noted(model: Any, inner: Any, names: tuple[str, ...], *args: Any, **kwargs:
     layers = (model,) if is_exact else tuple(layers_of(model).values()) if wanted else ()
     calls.begin(
         model, shown=layers if wanted else (), position_ids=given.get("position_ids"),
-        packed={} if is_exact else packed_rows.given(given), arguments=frozenset(given),
+        packed={} if is_exact else packed_rows.borders_in(given), arguments=frozenset(given),
     )  # fmt: skip
     try:
         if isinstance(mask, Visibility) and not calls.is_part(model):  # a part takes what its model made for it

@@ -24,8 +24,8 @@ def configs(model: nn.Module) -> list[Any]:
     """The configs that a model and its modules hold, and those inside them, each once."""
     from transformers.configuration_utils import PreTrainedConfig
 
-    held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, PreTrainedConfig)]
-    return [*{id(config): config for each in held for config in _nested(each)}.values()]
+    direct = [x for module in model.modules() for x in vars(module).values() if isinstance(x, PreTrainedConfig)]
+    return [*{id(config): config for each in direct for config in _nested(each)}.values()]
 
 
 def _nested(config: Any) -> Iterator[Any]:
@@ -44,16 +44,16 @@ def own_configs(model: nn.Module) -> list[tuple[Any, Any]]:
     untyped: Any = model
     copies: dict[int, Any] = {}
     copy.deepcopy(untyped.config, copies)
-    held = {id(config): config for config in configs(model)}
+    by_id = {id(config): config for config in configs(model)}
     for module in model.modules():  # a part that was given a copy by itself shares the whole's
         for given, copied in _renewed.get(module, ()):
             if id(given) in copies:
                 copies[id(copied)] = copies[id(given)]
     for module in model.modules():
         for name, value in [*vars(module).items()]:
-            if id(value) in held and id(value) in copies:
+            if id(value) in by_id and id(value) in copies:
                 setattr(module, name, copies[id(value)])
-    return [(config, copies[key]) for key, config in held.items() if key in copies]
+    return [(config, copies[key]) for key, config in by_id.items() if key in copies]
 
 
 def mark(model: nn.Module, former: dict[int, Any]) -> None:

@@ -11,9 +11,19 @@ from transformers.cache_utils import Cache
 
 from fast_attention import cache_argument
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
-from fast_attention.integrations import calls, forward_pass, fresh, probing, relative, teaching, unpadding, visible
-from fast_attention.integrations.attention import NAME, SINKS, Call
+from fast_attention.integrations import (
+    calls,
+    forward_pass,
+    fresh,
+    module_classes,
+    probing,
+    relative,
+    unpadding,
+    visible,
+)
+from fast_attention.integrations.attention import NAME, SINKS
 from fast_attention.integrations.fresh import BEFORE
+from fast_attention.integrations.probing import AttentionCall
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
 from fast_attention.integrations.swapped import CHILD, Swapped, keeps_state, layers_of, like_module
@@ -37,7 +47,7 @@ def swap(
         ValueError: The model does not take the inputs of ``probe``.
     """
     _check(model)
-    _loaded(model)
+    probing.check_loaded(model)
     swap_back(model)
     before = _implementations(model)
     fresh.own_configs(model)
@@ -55,8 +65,11 @@ def swap(
         probing.check_called(model, [layer.name for layer, _ in layers], forward)
         settle(model, before, model.name_or_path)
         if skip_padding:
-            _check_all_swapped([layer.name for layer, bound in uncalled if bound is None])
-            unpadding.tried(model)
+            if others := [layer.name for layer, bound in uncalled if bound is None]:
+                raise Unsupported(
+                    f"skip_padding=True: {others[0]} keeps attention of its own, to which a packed row is one text"
+                )
+            unpadding.try_skipping(model)
     except BaseException:
         model.__dict__.pop(BEFORE, None)
         _remove(model)
@@ -103,8 +116,8 @@ def _implementations(model: PreTrainedModel) -> str | dict[str, str]:
 def _set_implementation(model: PreTrainedModel, name: str | dict[str, str]) -> None:
     """Set the attention function that a model calls, and all models in it."""
     former = {id(config): config._attn_implementation for config in fresh.configs(model)}
-    teaching.teach(model) if name == NAME else teaching.undo(model)
-    if model.config.model_type in teaching.ALIBI:
+    module_classes.exchange(model, exact=False) if name == NAME else module_classes.restore(model)
+    if model.config.model_type in module_classes.ALIBI:
         config: Any = model.config  # which takes several too
         config._attn_implementation = name
     else:
@@ -113,21 +126,13 @@ def _set_implementation(model: PreTrainedModel, name: str | dict[str, str]) -> N
 
 
 def _check(model: PreTrainedModel) -> None:
-    if model.config.model_type not in teaching.ALIBI and not model._can_set_attn_implementation():
+    if model.config.model_type not in module_classes.ALIBI and not model._can_set_attn_implementation():
         own = probing.own_attention(model)
         raise Unsupported(
             f"{type(model).__name__} does not call its attention through transformers' attention interface"
             f"{own and f': it has {own}'}, and nothing can be put in its place. What would work: BERT, RoBERTa, ESM, "
             "ModernBERT, ViT, BART, T5, GPT-2, Llama, Mistral and other models of the interface, BLOOM and MPT, or "
             "torch's nn.MultiheadAttention and nn.Transformer"
-        )
-
-
-def _loaded(model: PreTrainedModel) -> None:
-    if any(p.is_meta for p in model.parameters()):
-        raise Unsupported(
-            f"{type(model).__name__} has weights on the meta device, which hold no numbers, so that no probe can run: "
-            "load the model first, or model.to_empty(device=...), and swap then"
         )
 
 
@@ -140,7 +145,7 @@ def _uncalled(
     """
     bound, why = None, "it follows a config of its own, which set_attn_implementation does not reach"
     positions = relative.of(model, name)
-    exact, shown = relative.given(Softmax(), positions), ""
+    exact, shown = relative.with_own_bias(Softmax(), positions), ""
     if module in run:
         shown, why = "its own attention", "it forms attention itself, not through transformers' interface"
     elif getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
@@ -151,12 +156,12 @@ def _uncalled(
 
 
 def _plan(
-    name: str, call: Call, mechanism: Mechanism[Any, Any] | None, model: PreTrainedModel, max_len: int | None
+    name: str, call: AttentionCall, mechanism: Mechanism[Any, Any] | None, model: PreTrainedModel, max_len: int | None
 ) -> tuple[Layer, Bound]:
     """The report of a layer, and its mechanism: the wanted one, or exact attention where that cannot serve."""
     module, positions = model.get_submodule(name), relative.of(model, name)
     reason = UNNAMED if mechanism is None else _unsupported_reason(mechanism, call, positions)
-    chosen_mechanism: Any = relative.given(Softmax() if mechanism is None or reason else mechanism, positions)
+    chosen_mechanism: Any = relative.with_own_bias(Softmax() if mechanism is None or reason else mechanism, positions)
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.needs_max_len else 0)
     bound = like_module(relative.bound(chosen_mechanism, shape, positions), module, model)
@@ -171,7 +176,9 @@ def _plan(
     return layer, bound
 
 
-def _unsupported_reason(mechanism: Mechanism[Any, Any], call: Call, positions: relative.Positions | None) -> str:
+def _unsupported_reason(
+    mechanism: Mechanism[Any, Any], call: AttentionCall, positions: relative.Positions | None
+) -> str:
     """The reason why a mechanism cannot serve a layer; empty if it can."""
     traits = mechanism.traits
     if not isinstance(mechanism, Attention):
@@ -189,22 +196,22 @@ def _unsupported_reason(mechanism: Mechanism[Any, Any], call: Call, positions: r
             f"the layer attends {call.times} times in one pass of the model, and {mechanism!r} would take every token "
             "into its one state as often (what would work: mechanisms that keep keys and values, such as Softmax())"
         )
-    if SINKS in call.extra and not (isinstance(mechanism, TakesSinks) and mechanism.takes_sinks):
+    if SINKS in call.changes and not (isinstance(mechanism, TakesSinks) and mechanism.takes_sinks):
         return f"the layer has sinks (s_aux), which {mechanism!r} does not take: {SINKS_ARE_TAKEN}"
-    if reason := relative.unsupported_reason(mechanism, tuple(x for x in call.extra if x != SINKS), positions):
+    if reason := relative.unsupported_reason(mechanism, tuple(x for x in call.changes if x != SINKS), positions):
         return reason
     if not traits.padding:
         return f"{mechanism!r} takes no padded batches (traits.padding)"
-    if not (traits.mask or visible.within_window(mechanism, call.keys_left, call.keys_right)):
-        return visible.window_refusal(mechanism, call.keys_left, call.keys_right)
-    return ""
+    assert call.visibility is not None
+    sides = call.visibility.keys_left, call.visibility.keys_right
+    return "" if traits.mask or visible.within_window(mechanism, *sides) else visible.window_refusal(mechanism, *sides)
 
 
 def _notes(
-    mechanism: Mechanism[Any, Any], call: Call, dropout: float, positions: relative.Positions | None
+    mechanism: Mechanism[Any, Any], call: AttentionCall, dropout: float, positions: relative.Positions | None
 ) -> list[str]:
     """Remarks on a layer that was swapped, for the report."""
-    notes, takes_masks = relative.notes(mechanism, call.extra, positions), mechanism.traits.mask
+    notes, takes_masks = relative.notes(mechanism, call.changes, positions), mechanism.traits.mask
     if dropout and not takes_masks:
         notes.append(dropout_note(dropout))
     if call.window and not visible.within_window(mechanism, call.window - 1, call.window - 1):
@@ -237,18 +244,15 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     swapped = module._modules.get(CHILD)
     if not isinstance(swapped, Swapped):
         return None
-    cache = _cache_in(args, kwargs) if getattr(module, "is_causal", False) else None
-    given = (*args, *kwargs.values())
+    given, cache = (*args, *kwargs.values()), None
+    if getattr(module, "is_causal", False):
+        caches = [x for x in given if isinstance(x, Cache)]
+        cache = caches[0] if caches else cache_argument.given(kwargs)
     adds_positions = swapped.positions is not None and any(swapped.adds_positions(x) for x in given)
     state = None if cache is None else swapped.state_in(cache, module)
     calls.begin(module, cache=state, adds_positions=adds_positions)
     needs_bias = adds_positions and kwargs.get("position_bias", relative) is None
     return (args, {**kwargs, "position_bias": relative.NOTHING}) if needs_bias else None
-
-
-def _cache_in(args: Any, kwargs: Any) -> Any:
-    caches = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
-    return caches[0] if caches else cache_argument.given(kwargs)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -258,13 +262,6 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         raise RuntimeError(
             f"{type(module).__name__} was swapped for {swapped.bound.mechanism!r}, and other attention ran: "
             "the model's implementation was set meanwhile. Call swap_back(model) first, or swap it again"
-        )
-
-
-def _check_all_swapped(others: list[str]) -> None:
-    if others:
-        raise Unsupported(
-            f"skip_padding=True: {others[0]} keeps attention of its own, to which a packed row is one text"
         )
 
 

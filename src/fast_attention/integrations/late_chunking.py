@@ -127,15 +127,17 @@ def late_chunks(
     prompt = encoder.prompt if prompt is None else prompt
     encoding = _tokenized(encoder.tokenizer, prompt, document)
     longest = _longest(model, encoder.tokenizer)
-    content = encoding.content(longest)
+    around = len(encoding.prefix) + len(encoding.suffix)
+    if longest <= around:
+        raise ValueError(f"prompt and special tokens are {around} tokens, and the model reads {longest} at once")
     if isinstance(chunk, Sequence) and not isinstance(chunk, str):
         places = _given(chunk, document, encoding.offsets, longest)
     else:
         places = _counted(chunk, encoding.offsets, longest)
     with torch.no_grad(), evaluating(model):
-        tokens = _read(encoder.tokens, encoding, content, next(model.parameters()).device)
+        tokens = _read(encoder.tokens, encoding, longest - around, next(model.parameters()).device)
         means = torch.stack([tokens[place.tokens.start : place.tokens.stop].mean(0) for place in places])
-        vectors = encoder.behind(means)
+        vectors = encoder.finish(means)
     chunks = zip(places, vectors, strict=True)
     return LateChunks(tuple(Chunk(document[p.start : p.end], *p, vector) for p, vector in chunks), vectors)
 
@@ -149,7 +151,7 @@ class _Encoder(NamedTuple):
     tokenizer: Any
     prompt: str
     tokens: Callable[[dict[str, Tensor]], Tensor]  # numbers of tokens (rows, tokens) -> vectors (rows, tokens, width)
-    behind: Callable[[Tensor], Tensor]  # means (chunks, width) -> vectors
+    finish: Callable[[Tensor], Tensor]  # means (chunks, width) -> vectors
 
 
 def _encoder(model: nn.Module, tokenizer: Any) -> _Encoder:
@@ -190,7 +192,7 @@ def _of_sentence_transformer(model: Any) -> _Encoder:
             "with pooling_mode='mean', or the Hugging Face model in it, with tokenizer="
         )
 
-    def behind(means: Tensor) -> Tensor:
+    def finish(means: Tensor) -> Tensor:
         features = {"sentence_embedding": means}
         for module in others:
             features = module(features)
@@ -198,7 +200,7 @@ def _of_sentence_transformer(model: Any) -> _Encoder:
 
     names = [*DOCUMENT_PROMPTS, model.default_prompt_name]
     prompt = next((model.prompts[name] for name in names if name in model.prompts), "")
-    return _Encoder(model.tokenizer, prompt, lambda batch: transformer(batch)["token_embeddings"], behind)
+    return _Encoder(model.tokenizer, prompt, lambda batch: transformer(batch)["token_embeddings"], finish)
 
 
 def _longest(model: nn.Module, tokenizer: Any) -> int:
@@ -223,16 +225,9 @@ class _Encoding(NamedTuple):
     """A document's tokens with the special ones around them, and where each stands in the text."""
 
     inputs: dict[str, Tensor]  # what the tokenizer gives the model: (tokens,) with special tokens and the prompt
-    before: range  # special tokens and the prompt
-    behind: range  # special tokens
+    prefix: range  # special tokens and the prompt
+    suffix: range  # special tokens
     offsets: list[tuple[int, int]]  # of the document's own tokens: first character, and that behind the last
-
-    def content(self, longest: int) -> int:
-        """How many tokens of the document fit into a window of so many tokens."""
-        around = len(self.before) + len(self.behind)
-        if longest <= around:
-            raise ValueError(f"prompt and special tokens are {around} tokens, and the model reads {longest} at once")
-        return longest - around
 
 
 def _tokenized(tokenizer: Any, prompt: str, document: str) -> _Encoding:
@@ -274,9 +269,9 @@ def _read(
     read: Callable[[dict[str, Tensor]], Tensor], encoding: _Encoding, content: int, device: torch.device
 ) -> Tensor:
     """The vectors (tokens, width) of the document's own tokens."""
-    first, found = len(encoding.before), []
+    first, found = len(encoding.prefix), []
     all_windows = windows(len(encoding.offsets), content)
-    index = torch.tensor([[*encoding.before, *(first + i for i in seen), *encoding.behind] for seen, _ in all_windows])
+    index = torch.tensor([[*encoding.prefix, *(first + i for i in seen), *encoding.suffix] for seen, _ in all_windows])
     size = max(TOKENS_AT_ONCE // index.shape[1], 1)
     for begin in range(0, len(all_windows), size):
         rows = index[begin : begin + size]

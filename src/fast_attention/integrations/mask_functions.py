@@ -37,6 +37,18 @@ class Positions:
         """The positions of all queries."""
         return torch.arange(self.first_query, self.first_query + self.queries, device=self.device)
 
+    def pairs(self, sees: Sees) -> Callable[[Tensor, Tensor], Tensor]:
+        """A mask function of queries and keys alone, for each row of the batch."""
+        batch = torch.arange(self.batch, device=self.device)[:, None]
+        head = torch.zeros((), dtype=torch.long, device=self.device)
+        return lambda queries, keys: torch.as_tensor(sees(batch, head, queries, keys))
+
+
+def up_to(attention_mask: Tensor, keys: int) -> Tensor:
+    """A mask of tokens for the keys so far, as transformers reads it: by position, and no token beyond its end."""
+    size = attention_mask.shape[-1]
+    return attention_mask if size == keys else torch.nn.functional.pad(attention_mask, (0, keys - size))
+
 
 def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visibility:
     """The structure of a mask function, read from all pairs of neighbours and from the first, middle and last row.
@@ -55,11 +67,10 @@ def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callabl
 
 def _structure(sees: Sees, positions: Positions) -> Visibility:
     """The structure that ``read`` finds in the function."""
-    batch = torch.arange(positions.batch, device=positions.device)[:, None]
-    head = torch.zeros((), dtype=torch.long, device=positions.device)
+    pairs = positions.pairs(sees)
 
     def visible(queries: Tensor, keys: Tensor) -> Tensor:
-        return torch.as_tensor(sees(batch, head, queries, keys)).expand(positions.batch, len(keys))
+        return pairs(queries, keys).expand(positions.batch, len(keys))
 
     result = Visibility(_unmade)
     columns, rows = positions.columns(), positions.rows()
@@ -82,22 +93,22 @@ def _structure(sees: Sees, positions: Positions) -> Visibility:
     else:
         begins = torch.nn.functional.pad(result.sequences.diff(dim=-1) > 0, (1, 0))
         first = torch.where(begins, rows - rows[0], 0).cummax(-1).values + rows[0]
-        result = replace(result, **_windows(sees, (batch, head), rows, first, is_causal=result.is_causal))
+        result = replace(result, **_windows(pairs, rows, first, is_causal=result.is_causal))
         nearest = first if result.keys_left is None else torch.maximum(first, rows - result.keys_left)
         keys_right = first if result.keys_right is None else torch.maximum(first, rows - result.keys_right)
-        reached = torch.as_tensor(sees(batch, head, rows, nearest)).all()  # each the first that it may see
+        reached = pairs(rows, nearest).all()  # each the first that it may see
         if not result.is_causal:
-            reached = reached & torch.as_tensor(sees(batch, head, keys_right, rows)).all()
+            reached = reached & pairs(keys_right, rows).all()
         if not bool(reached):
             return replace(result, complete=False)
-        for side, pairs in (
+        for side, beyond in (
             ("keys_left", (rows, rows - (result.keys_left or 0) - 1)),
             ("keys_right", (rows - (result.keys_right or 0) - 1, rows)),
         ):
             if getattr(result, side) is not None:  # nothing beyond the window
-                inside = (pairs[0] if side == "keys_right" else pairs[1]) >= first
-                queries, keys = (x.clamp(min=0) for x in pairs)
-                if bool((torch.as_tensor(sees(batch, head, queries, keys)) & inside).any()):
+                inside = (beyond[0] if side == "keys_right" else beyond[1]) >= first
+                queries, keys = (x.clamp(min=0) for x in beyond)
+                if bool((pairs(queries, keys) & inside).any()):
                     return replace(result, complete=False)
     distance = columns - positions.first_key
     matches = all(bool((predicted(result, distance - offsets[i], i) == row).all()) for i, row in probes.items())
@@ -106,20 +117,18 @@ def _structure(sees: Sees, positions: Positions) -> Visibility:
 
 
 def _windows(
-    sees: Sees, where: tuple[Tensor, Tensor], rows: Tensor, first: Tensor, *, is_causal: bool
+    pairs: Callable[[Tensor, Tensor], Tensor], rows: Tensor, first: Tensor, *, is_causal: bool
 ) -> dict[str, int | None]:
     """How far queries see back, and ahead, in packed texts: read at the last token of the longest text."""
-    depth = rows - first
-    row = int(depth.flatten().argmax())
-    text, end = row // len(rows), row % len(rows)
-    batch, head = where[0][text : text + 1] if len(where[0]) > 1 else where[0], where[1]
-    earlier = rows[end - int(depth.flatten()[row]) : end].flip(0)
-    last = rows[end : end + 1]
-    keys_left = _leading(torch.as_tensor(sees(batch, head, last, earlier)).expand(1, len(earlier))[0])
-    keys_right = (
-        None if is_causal else _leading(torch.as_tensor(sees(batch, head, earlier, last)).expand(1, len(earlier))[0])
-    )
-    return {"keys_left": keys_left, "keys_right": keys_right}
+    depth = (rows - first).flatten()
+    place = int(depth.argmax())
+    text, end = place // len(rows), place % len(rows)
+    earlier, last = rows[end - int(depth[place]) : end].flip(0), rows[end : end + 1]
+
+    def seen(queries: Tensor, keys: Tensor) -> int | None:
+        return _leading(pairs(queries, keys).expand(len(first), len(earlier))[text])
+
+    return {"keys_left": seen(last, earlier), "keys_right": None if is_causal else seen(earlier, last)}
 
 
 _known = functools.lru_cache(256)(_structure)  # of functions that depend on distances alone
@@ -170,17 +179,15 @@ def declared(
     result = Visibility(
         dense, tokens, is_causal, keys_left=keys_left, keys_right=None if is_causal else keys_left, reach=reach
     )
-    batch = torch.arange(positions.batch, device=positions.device)[:, None]
-    head = torch.zeros((), dtype=torch.long, device=positions.device)
-    columns, rows = positions.columns(), positions.rows()
+    pairs, columns, rows = positions.pairs(sees), positions.columns(), positions.rows()
     valid = torch.ones((), dtype=torch.bool, device=positions.device)
     for i in (0, positions.queries // 2, positions.queries - 1):
-        row = torch.as_tensor(sees(batch, head, rows[i : i + 1], columns))
+        row = pairs(rows[i : i + 1], columns)
         valid = valid & (row == predicted(result, columns - positions.first_query - i, i)).all()
     if positions.queries > 1 and keys_left != 0:
-        valid = valid & torch.as_tensor(sees(batch, head, rows[1:], rows[1:] - 1)).all()
+        valid = valid & pairs(rows[1:], rows[1:] - 1).all()
     if has_past and keys_left is None:
-        valid = valid & torch.as_tensor(sees(batch, head, rows, (rows - (reach or last)).clamp(min=0))).all()
+        valid = valid & pairs(rows, (rows - (reach or last)).clamp(min=0)).all()
     return replace(result, valid=valid)
 
 
@@ -188,13 +195,12 @@ def reach(sees: Sees, positions: Positions) -> int | None:
     """How many of all earlier tokens the first and the last query both see without a gap; None: all of them."""
     if sees is causal_mask_function:
         return None
-    batch = torch.arange(positions.batch, device=positions.device)[:, None]
-    head = torch.zeros((), dtype=torch.long, device=positions.device)
+    pairs = positions.pairs(sees)
     reached: list[int] = []
     for query in {positions.first_query, positions.first_query + positions.queries - 1}:
         row = torch.tensor([query], device=positions.device)
         earlier = torch.arange(query, device=positions.device).flip(0)
-        count = _leading(torch.as_tensor(sees(batch, head, row, earlier)).expand(positions.batch, -1).all(0))
+        count = _leading(pairs(row, earlier).expand(positions.batch, -1).all(0))
         reached += [] if count is None else [count]
     return min(reached, default=None)
 

@@ -1,4 +1,4 @@
-"""Replaces a library's attention modules by ours, layer by layer: shared by the swaps of torch's and timm's layers."""
+"""Replaces attention modules layer by layer, and leaves the modes and random generators of a model as they were."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from fast_attention.integrations.report import Layer, chosen
-from fast_attention.mechanism import Unsupported
+from fast_attention.integrations.report import UNNAMED, Layer, chosen, no_queries
+from fast_attention.integrations.untrained import quality
+from fast_attention.mechanism import Attention, Unsupported
 
-Plan = Callable[[str, Any, Any], tuple[Layer, nn.Module | None]]
 
-
-def exchange(model: nn.Module, wanted: Any, is_attention: Callable[[nn.Module], bool], plan: Plan) -> tuple[Layer, ...]:
-    """Replace every attention module that ``wanted`` names; the report of each.
+def exchange(library: Any, model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
+    """Replace every attention module of a library's that ``wanted`` names; weights are shared, names stay.
 
     Args:
+        library: ``torch_nn`` or ``timm``: ``is_attention`` of a module; its ``sizes``, which are heads, the width of
+            one, and what is known of what it runs; the ``unsupported_reason`` of a mechanism there; the
+            ``replacement``, and remarks on it.
         model: The model, changed in place.
         wanted: A mechanism, or one for every pattern of layer names.
-        is_attention: Whether a module is an attention of this kind.
-        plan: From a layer's name, its module and its mechanism or None: its report, and the new module or None.
+        max_len: The longest sequence, for mechanisms with ``traits.needs_max_len``.
 
     Raises:
         Unsupported: The model is such a module itself.
     """
-    if is_attention(model):
+    if library.is_attention(model):
         raise Unsupported(
             f"{type(model).__name__} is itself an attention, and a swap replaces those inside of what it is given. "
             "What would work: the module that holds it; for an nn.MultiheadAttention also "
@@ -35,14 +37,24 @@ def exchange(model: nn.Module, wanted: Any, is_attention: Callable[[nn.Module], 
             "load_state_dict(..., strict=False)"
         )
     layers, replacements = [], []
-    for module, names in names_in(model, is_attention).items():
+    for module, names in names_in(model, library.is_attention).items():
         name = next((name for name in names if chosen(name, wanted) is not None), names[0])
-        layer, new = plan(name, module, chosen(name, wanted))
-        if new is not None:
-            replacements += [(each, new) for each in names]
+        mechanism, (heads, head_dim, shown) = chosen(name, wanted), library.sizes(module)
+        layer = Layer(name, type(module).__name__, heads, head_dim, False, shown, UNNAMED, replaced=False)
+        if mechanism is not None and not isinstance(mechanism, Attention):
+            layer = replace(layer, why=no_queries(mechanism))
+        elif mechanism is not None and (reason := library.unsupported_reason(model, name, module, mechanism)):
+            layer = replace(layer, why=reason)
+        elif mechanism is not None:
+            new, remarks = library.replacement(name, module, mechanism, max_len or 0)
             if others := [other for other in names if other != name]:
-                note = f"the same module is {', '.join(others)}"
-                layer = replace(layer, why="; ".join(filter(None, (layer.why, note))))
+                remarks.append(f"the same module is {', '.join(others)}")
+            learned = sum(p.numel() for p in new.attention.parameters())
+            layer = replace(
+                layer, mechanism=repr(mechanism), why="; ".join(remarks), replaced=True, parameters=learned,
+                untrained=quality(mechanism, learned),
+            )  # fmt: skip
+            replacements += [(each, new) for each in names]
         layers.append(layer)
     for name, new in replacements:
         replace_module(model, name, new)
@@ -78,3 +90,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes.items():
             part.training = training
+
+
+@contextmanager
+def restored_generators(model: nn.Module | None = None) -> Iterator[None]:
+    """Restore torch's generators at the end of the block, which may draw from them.
+
+    So a program continues with the numbers that it had without the swap, and what is drawn depends on ``manual_seed``.
+
+    Args:
+        model: The generators of its accelerators are restored too.
+    """
+    devices = {p.device for p in model.parameters()} if model is not None else set()
+    cuda = sorted({d.index for d in devices if d.index is not None and d.type == "cuda"})
+    with torch.random.fork_rng(devices=cuda):
+        yield

@@ -6,7 +6,6 @@ transformers says so by ``cu_seq_lens_q`` and ``cu_seq_lens_k``, by ``seq_idx``,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from fast_attention.packed import Packing
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # max_length_q and max_length_k follow from these
 
 
-def given(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+def borders_in(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Read a description of packed rows from a model's keyword arguments.
 
     Raises:
@@ -54,7 +53,7 @@ def declared(q: Tensor, k: Tensor, extra: Mapping[str, Any], visibility: Visibil
         ValueError: The borders do not rise, or do not end at the number of tokens.
     """
     queries, keys = q.shape[0] * q.shape[-2], k.shape[0] * k.shape[-2]
-    borders = given(extra)
+    borders = borders_in(extra)
     if torch.compiler.is_compiling():
         _assert_one_text(q, k, extra, visibility)
         return None
@@ -88,11 +87,22 @@ def numbered(texts: Int[Tensor, "batch length"]) -> Packing:
     """The packed texts of rows in which every token has its text's number; no text runs on into the next row."""
     texts = texts - texts.min() if texts.numel() else texts
     texts = texts + torch.arange(len(texts), device=texts.device)[:, None] * (texts.max() + 1 if texts.numel() else 1)
-    lengths = tuple(texts.flatten().unique_consecutive(return_counts=True)[1].tolist())
+    return counted(texts.flatten())
+
+
+def counted(texts: Int[Tensor, "tokens"]) -> Packing:
+    """The packed texts of one row in which every token has its text's number."""
+    lengths = tuple(texts.unique_consecutive(return_counts=True)[1].tolist())
     return Packing(lengths, lengths)
 
 
-def begun_anew(position_ids: Tensor | None, batch: int, length: int) -> Packing | None:
+def one_row(x: Tensor, places: Tensor | None = None) -> Tensor:
+    """The tokens of rows (B, H, L, E), one behind another, as one row (1, H, T, E): all, or those at some places."""
+    row = x if len(x) == 1 else x.transpose(0, 1).flatten(1, 2)[None]
+    return row if places is None else row[:, :, places]
+
+
+def from_position_ids(position_ids: Tensor | None, batch: int, length: int) -> Packing | None:
     """The packed texts of rows whose positions begin anew: where one is smaller than that before it, a text begins."""
     if position_ids is None or position_ids.ndim != 2 or position_ids.shape[-1] != length or length < 2:
         return None
@@ -120,18 +130,12 @@ def run(
     """
     batch, key_mask = len(q), visibility.key_mask(k.shape[-2])
 
-    def one_row(x: Tensor) -> Tensor:
-        return x if batch == 1 else x.transpose(0, 1).flatten(1, 2)[None]
+    def call(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        order: Any = {"is_causal": visibility.is_causal}
+        if windowed:
+            order = {"attn_mask": band(visibility, q.shape[-2], k.shape[-2], q.device)}
+        return bound(q, k, v, **order, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)
 
-    def attend_in_window(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        mask = band(visibility, q.shape[-2], k.shape[-2], q.device)
-        return bound(q, k, v, attn_mask=mask, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)
-
-    call = (
-        attend_in_window
-        if windowed
-        else partial(bound, is_causal=visibility.is_causal, dropout=dropout, enable_gqa=True, sinks=sinks)
-    )
     key_mask = None if key_mask is None else key_mask.reshape(1, -1)
     kernel = None
     if not windowed and dropout == 0.0 and sinks is None and isinstance(bound.mechanism, Attention):

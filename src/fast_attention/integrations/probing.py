@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fast_attention.integrations import attention, calls
-from fast_attention.integrations.attention import Call
+from fast_attention.integrations import calls
 from fast_attention.integrations.modules import evaluating
 from fast_attention.integrations.swapped import layers_of
 from fast_attention.integrations.visible import Visibility
@@ -30,15 +30,69 @@ STATE_WIDTHS = ("cross_attention_hidden_size", "encoder_hidden_size", "hidden_si
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what the code of a layer names that calls transformers' interface
 
 
+class AttentionCall(NamedTuple):
+    """One call of the attention function by an attention module, as a probe records it."""
+
+    module: nn.Module
+    heads: int
+    head_dim: int
+    visibility: Visibility | None  # what the queries see; None: all, or all up to their own
+    is_causal: bool
+    crosses: bool  # keys of another sequence than the queries
+    changes: tuple[str, ...]  # arguments that alter the scores
+    window: int | None = None  # the layer's setting, whatever the length
+    times: int = 1  # that the module called attention in one pass of the model
+
+
+_recording: ContextVar[list[AttentionCall] | None] = ContextVar("attention calls", default=None)
+
+
+def recording() -> list[AttentionCall] | None:
+    """The list that a probe records calls in; None outside of a probe."""
+    return _recording.get()
+
+
+def record(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility | None, changes: Iterable[str], *,
+    is_causal: bool = False, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Record a call of attention instead of computing it: the outputs (B, L, H, E) are zeros."""
+    recorded_calls = recording()
+    assert recorded_calls is not None
+    causal, crosses = is_causal if visibility is None else visibility.is_causal, q.shape[-2] != k.shape[-2]
+    recorded_calls.append(
+        AttentionCall(module, q.shape[1], q.shape[-1], visibility, causal, crosses, tuple(changes), window)
+    )
+    return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+
+
+@contextmanager
+def _recorded() -> Iterator[list[AttentionCall]]:
+    recorded_calls: list[AttentionCall] = []
+    token = _recording.set(recorded_calls)
+    try:
+        yield recorded_calls
+    finally:
+        _recording.reset(token)
+
+
+def check_loaded(model: PreTrainedModel) -> None:
+    """Raise ``Unsupported`` where weights hold no numbers."""
+    if any(p.is_meta for p in model.parameters()):
+        raise Unsupported(
+            f"{type(model).__name__} has weights on the meta device, which hold no numbers, so that no probe can run: "
+            "load the model first, or model.to_empty(device=...), and swap then"
+        )
+
+
 def find_layers(
-    model: PreTrainedModel, inputs_given: dict[str, Any] | None, recorded: Callable[[], Any] = attention.recorded
-) -> tuple[Callable[..., Any], dict[str, Any], set[nn.Module]]:
+    model: PreTrainedModel, inputs_given: dict[str, Any] | None
+) -> tuple[Callable[..., Any], dict[str, AttentionCall], set[nn.Module]]:
     """A forward pass to repeat, also with padding, the modules that call attention in it, by name, and all that it ran.
 
     Args:
         model: The model, its attention already ours.
         inputs_given: Inputs of the caller's; None: several are tried, the model without its head first.
-        recorded: Records the calls of attention in a block, in place of computing them.
 
     Raises:
         Unsupported: The model called no attention, or no inputs for it are known here.
@@ -58,7 +112,7 @@ def find_layers(
                 calls.end(model)
 
         try:
-            with recorded() as recorded_calls, _ran() as run:
+            with _recorded() as recorded_calls, _ran() as run:
                 forward()
         except Unsupported:
             raise
@@ -136,7 +190,7 @@ def _padding(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor
     return {"attention_mask": mask}
 
 
-def uncalled(model: nn.Module, called: dict[str, Call]) -> dict[str, tuple[nn.Module, int, int]]:
+def uncalled(model: nn.Module, called: dict[str, AttentionCall]) -> dict[str, tuple[nn.Module, int, int]]:
     """The attention layers that a probe did not call, by name, each with its heads and its width per head.
 
     Raises:
@@ -149,10 +203,7 @@ def uncalled(model: nn.Module, called: dict[str, Call]) -> dict[str, tuple[nn.Mo
         if is_related:
             continue
         kind, config = type(module), getattr(module, "config", None)
-        heads, width = (
-            next((x for part in (module, config) for key in keys if isinstance(x := getattr(part, key, None), int)), 0)
-            for keys in (HEADS, WIDTHS)
-        )
+        heads, width = sizes(module, config)
         if like := kinds.get(kind):  # a layer of the same class, which was called
             heads, width = heads or like.heads, width or like.head_dim
         if heads and width:
@@ -165,6 +216,15 @@ def uncalled(model: nn.Module, called: dict[str, Call]) -> dict[str, tuple[nn.Mo
                 "interface: give inputs that run it, swap(model, ..., probe={'input_ids': ...})"
             )
     return uncalled_layers
+
+
+def sizes(*parts: Any) -> tuple[int, int]:
+    """Heads and the width of one, as the first part says that names them; 0 where none does."""
+    heads, width = (
+        next((x for part in parts for key in keys if isinstance(x := getattr(part, key, None), int)), 0)
+        for keys in (HEADS, WIDTHS)
+    )
+    return heads, width
 
 
 def own_attention(model: nn.Module) -> str:
@@ -190,7 +250,7 @@ def calls_interface(kind: type[nn.Module]) -> bool:
     return code is not None and INTERFACE in code.co_names
 
 
-def _uses_interface(module: nn.Module, called: dict[str, Call]) -> bool:
+def _uses_interface(module: nn.Module, called: dict[str, AttentionCall]) -> bool:
     """Whether the module calls its attention through transformers' interface: its file is one that does."""
     return any(type(module).__module__ == type(call.module).__module__ for call in called.values())
 

@@ -90,7 +90,9 @@ def of(model: nn.Module, name: str) -> Positions | None:
         first = re.sub(r"\bblock\.\d+\.", "block.0.", name)  # whose table all layers share
         first = name if module.has_relative_attention_bias else first
         return _buckets(model.get_submodule(first), first)
-    if (parts := CONFORMERS.get(type(module).__name__)) is not None and _has_distances(module, parts):
+    parts = CONFORMERS.get(type(module).__name__, ())
+    is_plain = getattr(module, "num_key_value_groups", 1) == 1  # as many heads of keys, and distances read as they are
+    if parts and is_plain and getattr(module, parts[0], None) is not None and not getattr(module.config, DROPPED, 0.0):
         width = getattr(module, parts[-1]).in_features
         return Positions(TransformerXL(width), f"its {', '.join(parts)}", module, _distances)
     if (read := getattr(module, "slopes", None)) is not None:
@@ -116,12 +118,6 @@ def _table(holder: Any) -> BucketWeights:
     return BucketWeights(holder.relative_attention_bias.weight.T)
 
 
-def _has_distances(module: Any, parts: tuple[str, ...]) -> bool:
-    """Whether a Conformer's module has relative positions, which are read as they are, for as many heads of keys."""
-    is_plain = getattr(module, "num_key_value_groups", 1) == 1
-    return is_plain and getattr(module, parts[0], None) is not None and not getattr(module.config, DROPPED, 0.0)
-
-
 def _distances(holder: Any) -> RelativeWeights:
     """The weights of a Conformer's layer. Its sines and cosines alternate; ours are sines, then cosines."""
     u, v, project = (getattr(holder, part) for part in CONFORMERS[type(holder).__name__])
@@ -145,7 +141,7 @@ def with_bias(mechanism: Any, bias: Bias | None) -> Any:
     return replace(changed, bias=bias) if isinstance(mechanism, BiasMixin) else None
 
 
-def given(mechanism: Any, positions: Positions | None) -> Any:
+def with_own_bias(mechanism: Any, positions: Positions | None) -> Any:
     """The mechanism with the layer's bias in it, where there is one and the mechanism takes it."""
     if positions is None or positions.bias is None:
         return mechanism

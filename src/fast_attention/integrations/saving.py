@@ -31,7 +31,6 @@ from fast_attention.mechanism import Unsupported
 
 FORMAT = "fast-attention swapped model 3"
 RECORD = "quantization_config"  # the place in config.json from which transformers calls another library while loading
-OLD_WEIGHTS = "fast_attention.safetensors"  # the weights of folders written before the first release
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 PUSH = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 _writing: ContextVar[Any] = ContextVar("the model that transformers writes for save_pretrained", default=None)
@@ -71,7 +70,15 @@ def save_pretrained(
         return
     _check_named(model, layers)
     _check_readable(model, layers)
-    _check(model, settings)
+    quantized: Any = getattr(model.config, RECORD, None)
+    if quantized is not None:
+        method = getattr(quantized.quant_method, "value", quantized.quant_method)
+        raise Unsupported(
+            f"{type(model).__name__} is quantized ({method}), and a swapped model is saved with weights of its own. "
+            "What would work: loading it without quantization before it is swapped"
+        )
+    if settings.get("distributed_checkpoint"):
+        raise Unsupported("distributed_checkpoint=True: a swapped model is saved whole, with a hash of every file")
     hub = {name: settings.pop(name) for name in PUSH if name in settings}
     folder = Path(save_directory)
     with files.atomic_group(folder / "config.json") as config_path:
@@ -80,13 +87,21 @@ def save_pretrained(
             path for path in config_path.parent.iterdir() if path.suffix == ".safetensors" or ".index." in path.name
         )
         record: dict[str, Any] = {"quant_method": NAME, "format": FORMAT, "version": __version__}
-        record["layers"] = _layer_records(layers) | torch_nn.records(model)
+        of_interface = {
+            name: {"mechanism": repr(part.bound.mechanism), **dataclasses.asdict(part.bound.shape), "kept": part.kept}
+            for name, part in layers.items()
+        }
+        record["layers"] = of_interface | torch_nn.records(model)
         record |= {"skip_padding": True} if unpadding.skips(model) else {}
         record["sha256"] = {path.name: files.sha256(path) for path in weights}
-        config = json.loads(config_path.read_text(encoding="utf-8"), object_hook=_unmarked)
+        config = json.loads(
+            config_path.read_text(encoding="utf-8"),
+            object_hook=lambda config: {name: value for name, value in config.items() if name != BEFORE},
+        )  # without what it named before the swap, which is of this process
         config = {**config, "attn_implementation": _implementations(model, layers), RECORD: record}
         config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        pattern = _weights_pattern(settings.get("variant"))
+        v = rf"\.{re.escape(settings['variant'])}" if settings.get("variant") else ""
+        pattern = rf"model{v}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index{v}\.json"
         for path in folder.iterdir():
             if path.name not in record["sha256"] and re.fullmatch(pattern, path.name):
                 config_path.with_name(path.name).touch()  # takes it away
@@ -100,8 +115,6 @@ def from_pretrained(
     """See ``fast_attention.from_pretrained``."""
     local = Path(folder) / settings.get("subfolder", "")
     files.settle(local / "config.json")
-    if local.is_dir() and (local / OLD_WEIGHTS).exists():
-        raise ValueError(f"{local} was written before the first release, in another form: save its model again")
     if local.is_dir() and not (local / "config.json").exists():
         raise FileNotFoundError(errno.ENOENT, f"{local} holds no swapped model", "config.json")
     hub_settings = {name: settings[name] for name in HUB if name in settings}
@@ -122,11 +135,6 @@ def from_pretrained(
     if problems := {why: sorted(map(str, names)) for why, names in info.items() if names}:
         raise ValueError(f"{os.fspath(folder)}: its weights do not belong to {kind.__name__}: {problems}")
     return model
-
-
-def _unmarked(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without what it named before the swap, which is of this process."""
-    return {name: value for name, value in config.items() if name != BEFORE}
 
 
 def _implementations(model: PreTrainedModel, layers: dict[str, Swapped]) -> str | dict[str, str]:
@@ -218,32 +226,6 @@ def _check_readable(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
                 "What would work: a class in place of a function, as docs/guides/your_mechanism.md has it; or "
                 "torch.save(model.state_dict(), path), which is loaded into a model that was swapped in the same way"
             )
-
-
-def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
-    quantized: Any = getattr(model.config, RECORD, None)
-    if quantized is not None:
-        method = getattr(quantized.quant_method, "value", quantized.quant_method)
-        raise Unsupported(
-            f"{type(model).__name__} is quantized ({method}), and a swapped model is saved with weights of its own. "
-            "What would work: loading it without quantization before it is swapped"
-        )
-    if settings.get("distributed_checkpoint"):
-        raise Unsupported("distributed_checkpoint=True: a swapped model is saved whole, with a hash of every file")
-
-
-def _layer_records(layers: dict[str, Swapped]) -> dict[str, Any]:
-    """The mechanism of each attention module and the shape of its weights."""
-    return {
-        name: {"mechanism": repr(part.bound.mechanism), **dataclasses.asdict(part.bound.shape), "kept": part.kept}
-        for name, part in layers.items()
-    }
-
-
-def _weights_pattern(variant: str | None) -> str:
-    """A regular expression for the names under which transformers writes weights."""
-    v = rf"\.{re.escape(variant)}" if variant else ""
-    return rf"model{v}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index{v}\.json"
 
 
 guard()

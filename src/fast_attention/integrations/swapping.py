@@ -15,7 +15,7 @@ from torch import nn
 from fast_attention import catalogue, checks
 from fast_attention.integrations import crossover, timm, torch_nn
 from fast_attention.integrations.crossover import ExactUpTo
-from fast_attention.integrations.randomness import restored_generators
+from fast_attention.integrations.modules import exchange, restored_generators
 from fast_attention.integrations.report import Layer, Report, listed, nothing_swapped
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
@@ -179,8 +179,8 @@ def _swapped(
     for library in (torch_nn, timm):
         try:
             layers += _exact_below(
-                parsed, exact_up_to, model, lambda m, by=library: by.swap(model, m, max_len),
-                lambda by=library: by.swap_back(model),
+                parsed, exact_up_to, model, lambda m, of=library: exchange(of, model, m, max_len),
+                lambda of=library: of.swap_back(model),
             )  # fmt: skip
         except Unsupported as error:
             refused.append(str(error))

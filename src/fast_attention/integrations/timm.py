@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.integrations.modules import exchange, names_in, replace_module
-from fast_attention.integrations.report import UNNAMED, Layer, dropout_note, no_queries
-from fast_attention.integrations.untrained import quality
-from fast_attention.mechanism import Attention, Mechanism, Shape
+from fast_attention.integrations.modules import names_in, replace_module
+from fast_attention.integrations.report import dropout_note
+from fast_attention.mechanism import Mechanism, Shape
 from fast_attention.mechanisms.sparse.grid import InGrid
 from fast_attention.nn.bound import Bound
 
@@ -124,15 +123,32 @@ def _rotated(x: Tensor, rope: Tensor, prefix: int, *, halves: bool) -> Tensor:
     return torch.cat((x[:, :, :prefix], (grid * cosines + partners * sines).to(x.dtype)), 2)
 
 
-def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
-    """Replace every attention of timm's that ``wanted`` names; weights are shared, names stay.
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is one of timm's attentions, which all have ``fused_attn``."""
+    return type(module).__module__.startswith("timm.") and isinstance(getattr(module, "fused_attn", None), bool)
 
-    Raises:
-        Unsupported: The model is itself such an attention.
-    """
-    return exchange(
-        model, wanted, _is_attention, lambda name, module, mechanism: _plan(model, name, module, mechanism, max_len)
-    )
+
+def sizes(module: Any) -> tuple[int, int, str]:
+    """Heads, the width of one, and what the module runs, as far as its class is known."""
+    is_known = _is_known(module)
+    return getattr(module, "num_heads", 1), module.head_dim if is_known else 0, "Softmax()" if is_known else "its own"
+
+
+def unsupported_reason(model: nn.Module, name: str, module: nn.Module, mechanism: Mechanism[Any, Any]) -> str:
+    """The reason why a mechanism cannot serve a layer; empty if it can."""
+    if not _is_known(module):
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        return f"{kind} is not the attention of timm's plain vision transformer, EVA or DINOv3"
+    return _other_grid(model, name, mechanism) if isinstance(mechanism, InGrid) else ""
+
+
+def replacement(
+    name: str, module: Any, mechanism: Mechanism[Any, Any], max_len: int
+) -> tuple[VisionAttention, list[str]]:
+    """The module that runs a mechanism in place of timm's, with its parts, and remarks for the report."""
+    dropout = module.attn_drop.p
+    remarks = [dropout_note(dropout)] if dropout and not mechanism.traits.mask else []
+    return VisionAttention(module, mechanism, max_len), remarks
 
 
 def swap_back(model: nn.Module) -> bool:
@@ -153,11 +169,6 @@ def swapped_in(model: nn.Module) -> dict[Any, list[str]]:
     return names_in(model, lambda module: isinstance(module, VisionAttention))
 
 
-def _is_attention(module: nn.Module) -> bool:
-    """Whether a module is one of timm's attentions, which all have ``fused_attn``."""
-    return type(module).__module__.startswith("timm.") and isinstance(getattr(module, "fused_attn", None), bool)
-
-
 def _contents(module: nn.Module) -> tuple[dict[str, Any], ...]:
     """List submodules, parameters and buffers by name."""
     return module._modules, module._parameters, module._buffers
@@ -167,34 +178,6 @@ def _is_known(module: nn.Module) -> bool:
     """Whether ``VisionAttention`` computes what the module does."""
     kinds = [getattr(sys.modules.get(module_name), name, None) for module_name, name in ATTENTIONS]
     return type(module) in kinds
-
-
-def _plan(
-    model: nn.Module, name: str, module: Any, mechanism: Mechanism[Any, Any] | None, max_len: int | None
-) -> tuple[Layer, VisionAttention | None]:
-    """The report of a layer, and its new module; None where it stays."""
-    kind, heads = type(module).__name__, getattr(module, "num_heads", 1)
-    is_known = _is_known(module)
-    width = module.head_dim if is_known else 0
-    reason = UNNAMED if mechanism is None else ""
-    if mechanism is not None and not isinstance(mechanism, Attention):
-        reason = no_queries(mechanism)
-    elif not is_known:
-        reason = (
-            f"{type(module).__module__}.{kind} is not the attention of timm's plain vision transformer, EVA or DINOv3"
-        )
-    elif isinstance(mechanism, InGrid):
-        reason = _other_grid(model, name, mechanism)
-    if mechanism is None or reason:
-        return Layer(
-            name, kind, heads, width, False, "Softmax()" if is_known else "its own", reason, replaced=False
-        ), None
-    new, note = VisionAttention(module, mechanism, max_len or 0), ""
-    if module.attn_drop.p and not mechanism.traits.mask:
-        note = dropout_note(module.attn_drop.p)
-    learned = sum(p.numel() for p in new.attention.parameters())
-    untrained = quality(mechanism, learned)
-    return Layer(name, kind, heads, width, False, repr(mechanism), note, True, learned, untrained), new
 
 
 def _other_grid(model: nn.Module, name: str, mechanism: InGrid) -> str:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fast_attention import catalogue
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations.modules import exchange, names_in, replace_module
-from fast_attention.integrations.report import UNNAMED, Layer, dropout_note, no_queries
-from fast_attention.integrations.untrained import quality
+from fast_attention.integrations.modules import names_in, replace_module
+from fast_attention.integrations.report import dropout_note
 from fast_attention.integrations.visible import counts_from_the_query
-from fast_attention.mechanism import Attention, Mechanism, Unsupported
+from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
 
 BEFORE = "_torch_before_swap"  # where a swapped layer keeps torch's module, which shares its parts
@@ -25,17 +24,60 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 KIND = "nn.MultiheadAttention"  # what the record of a saved layer calls its module
 
 
-def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
-    """Replace every ``nn.MultiheadAttention`` that ``wanted`` names; weights are shared, names stay.
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is an ``nn.MultiheadAttention``."""
+    return isinstance(module, nn.MultiheadAttention)
 
-    Raises:
-        Unsupported: The model is itself such an attention.
-    """
 
-    def plan(name: str, module: nn.MultiheadAttention, mechanism: Any) -> tuple[Layer, MultiheadAttention | None]:
-        return _plan(name, module, mechanism, model, max_len)
+def sizes(module: nn.MultiheadAttention) -> tuple[int, int, str]:
+    """Heads, the width of one, and what the module runs."""
+    return module.num_heads, module.embed_dim // module.num_heads, "Softmax()" if _is_plain(module) else "its own"
 
-    return exchange(model, wanted, lambda module: isinstance(module, nn.MultiheadAttention), plan)
+
+def unsupported_reason(
+    model: nn.Module, name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any, Any]
+) -> str:
+    """The reason why a mechanism cannot serve a layer; empty if it can."""
+    traits = mechanism.traits
+    if type(module) is not nn.MultiheadAttention:
+        return "its class was made from nn.MultiheadAttention and may compute something else"
+    if not _is_plain(module):
+        return "its parameters are made of others in front of every call (weight_norm, say)"
+    prefix, _, attribute = name.rpartition(".")
+    parent = model.get_submodule(prefix)
+    decodes, crosses = isinstance(parent, nn.TransformerDecoderLayer), _crosses(parent, attribute)
+    if crosses and not traits.cross:
+        return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
+    if crosses and counts_from_the_query(mechanism):
+        return f"the layer attends to another sequence, in which {mechanism!r} has no place to begin"
+    if decodes and not crosses and not traits.causal:
+        return f"a decoder's own attention is causal, and {mechanism!r} is not (traits.causal)"
+    if not decodes and not traits.bidirectional:
+        return f"the layer may be called without causal order, and {mechanism!r} is causal only (traits.bidirectional)"
+    if (module.bias_k is not None or module.add_zero_attn) and not traits.cross:
+        return f"the layer appends keys of its own, which {mechanism!r} cannot take (traits.cross)"
+    return ""
+
+
+def replacement(
+    name: str, module: Any, mechanism: Mechanism[Any, Any], max_len: int
+) -> tuple[MultiheadAttention, list[str]]:
+    """The module that runs a mechanism in place of torch's, with its parameters, and remarks for the report."""
+    weight = module.out_proj.weight
+    new = MultiheadAttention(
+        module.embed_dim, module.num_heads, module.dropout if mechanism.traits.mask else 0.0,
+        module.in_proj_bias is not None, module.bias_k is not None, module.add_zero_attn, module.kdim, module.vdim,
+        module.batch_first, weight.device, weight.dtype, mechanism=mechanism, max_len=max_len,
+    )  # fmt: skip
+    _share(module, new)
+    new.train(module.training)
+    new.__dict__[BEFORE] = module
+    new.register_forward_pre_hook(partial(_refuse_hint, name), with_kwargs=True)
+    if counts_from_the_query(mechanism):
+        new.register_forward_pre_hook(partial(_refuse_another_sequence, name), with_kwargs=True)
+    remarks = [dropout_note(module.dropout)] if module.dropout and not mechanism.traits.mask else []
+    remarks += ["its hooks are not called before it is swapped back"] if any(getattr(module, x) for x in HOOKS) else []
+    return new, remarks
 
 
 def swap_back(model: nn.Module) -> bool:
@@ -76,48 +118,10 @@ def restore(model: nn.Module, layers: dict[str, Any]) -> None:
     for name, record in layers.items():
         if name not in by_name or record["module"] != KIND:
             raise ValueError(f"{type(model).__name__} has no {record['module']} called {name}, as config.json says")
-        new = _replacement(name, model.get_submodule(name), catalogue.parse(record["mechanism"]), record["max_len"])
+        mechanism = catalogue.parse(record["mechanism"])
+        new, _ = replacement(name, model.get_submodule(name), mechanism, record["max_len"])
         for each in by_name[name]:
             replace_module(model, each, new)
-
-
-def _plan(
-    name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any, Any] | None, model: nn.Module,
-    max_len: int | None,
-) -> tuple[Layer, MultiheadAttention | None]:  # fmt: skip
-    """The report of a layer, and its new module; None where it stays."""
-    head_dim = module.embed_dim // module.num_heads
-    reason = UNNAMED if mechanism is None else _unsupported_reason(name, module, mechanism, model)
-    kind = type(module).__name__
-    if mechanism is None or reason:
-        shown = "Softmax()" if _is_plain(module) else "its own"
-        return Layer(name, kind, module.num_heads, head_dim, False, shown, reason, replaced=False), None
-    new, notes = _replacement(name, module, mechanism, max_len or 0), []
-    if module.dropout and not mechanism.traits.mask:
-        notes.append(dropout_note(module.dropout))
-    if any(getattr(module, hooks) for hooks in HOOKS):
-        notes.append("its hooks are not called before it is swapped back")
-    learned = sum(p.numel() for p in new.attention.parameters())
-    sizes = (module.num_heads, head_dim, False)
-    untrained = quality(mechanism, learned)
-    return Layer(name, kind, *sizes, repr(mechanism), "; ".join(notes), True, learned, untrained), new
-
-
-def _replacement(name: str, module: Any, mechanism: Mechanism[Any, Any], max_len: int) -> MultiheadAttention:
-    """The module that runs a mechanism in place of torch's, with its parameters."""
-    weight = module.out_proj.weight
-    new = MultiheadAttention(
-        module.embed_dim, module.num_heads, module.dropout if mechanism.traits.mask else 0.0,
-        module.in_proj_bias is not None, module.bias_k is not None, module.add_zero_attn, module.kdim, module.vdim,
-        module.batch_first, weight.device, weight.dtype, mechanism=mechanism, max_len=max_len,
-    )  # fmt: skip
-    _share(module, new)
-    new.train(module.training)
-    new.__dict__[BEFORE] = module
-    new.register_forward_pre_hook(partial(_refuse_hint, name), with_kwargs=True)
-    if counts_from_the_query(mechanism):
-        new.register_forward_pre_hook(partial(_refuse_another_sequence, name), with_kwargs=True)
-    return new
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -125,33 +129,6 @@ def _is_plain(module: nn.Module) -> bool:
     if type(module) is not nn.MultiheadAttention:
         return False
     return all(name in module._parameters or getattr(module, name) is None for name in PARAMETERS)
-
-
-def _unsupported_reason(
-    name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any, Any], model: nn.Module
-) -> str:
-    """The reason why a mechanism cannot serve a layer; empty if it can."""
-    traits = mechanism.traits
-    if not isinstance(mechanism, Attention):
-        return no_queries(mechanism)
-    if type(module) is not nn.MultiheadAttention:
-        return "its class was made from nn.MultiheadAttention and may compute something else"
-    if not _is_plain(module):
-        return "its parameters are made of others in front of every call (weight_norm, say)"
-    prefix, _, attribute = name.rpartition(".")
-    parent = model.get_submodule(prefix)
-    decodes, crosses = isinstance(parent, nn.TransformerDecoderLayer), _crosses(parent, attribute)
-    if crosses and not traits.cross:
-        return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
-    if crosses and counts_from_the_query(mechanism):
-        return f"the layer attends to another sequence, in which {mechanism!r} has no place to begin"
-    if decodes and not crosses and not traits.causal:
-        return f"a decoder's own attention is causal, and {mechanism!r} is not (traits.causal)"
-    if not decodes and not traits.bidirectional:
-        return f"the layer may be called without causal order, and {mechanism!r} is causal only (traits.bidirectional)"
-    if (module.bias_k is not None or module.add_zero_attn) and not traits.cross:
-        return f"the layer appends keys of its own, which {mechanism!r} cannot take (traits.cross)"
-    return ""
 
 
 def _crosses(parent: nn.Module, attribute: str) -> bool:
@@ -176,7 +153,8 @@ def _refuse_another_sequence(name: str, module: MultiheadAttention, args: Any, k
     query, key = given.get("query"), given.get("key")
     if query is None or key is None or query is key or query.is_nested:
         return
-    if not traced() and _same_memory(query, key):
+    layouts = [] if traced() else [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr()) for x in (query, key)]
+    if layouts and layouts[0] == layouts[1]:  # two views of the same numbers
         return
     raise Unsupported(
         f"{name}, swapped for {module.attention.mechanism!r}, was called with another tensor as key than as query: "
@@ -184,12 +162,6 @@ def _refuse_another_sequence(name: str, module: MultiheadAttention, args: Any, k
         "work: patterns of names that leave this layer as it is or give it Softmax(); where it is one sequence, one "
         "tensor as query and key"
     )
-
-
-def _same_memory(query: Tensor, key: Tensor) -> bool:
-    """Whether two tensors are the same numbers, as two views of one are."""
-    layouts = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr()) for x in (query, key)]
-    return layouts[0] == layouts[1]
 
 
 def _share(old: nn.Module, new: nn.Module) -> None:

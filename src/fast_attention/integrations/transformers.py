@@ -8,8 +8,6 @@ from transformers import PreTrainedModel
 
 from fast_attention.integrations.attention import NAME
 from fast_attention.integrations.hugging_face import swap_back
-from fast_attention.integrations.saving import save_pretrained as save_pretrained
-from fast_attention.integrations.swapping import from_pretrained as from_pretrained
 from fast_attention.integrations.swapping import swap
 
 PREFIX = "fast_attention:"  # before a mechanism, in set_attn_implementation

@@ -6,16 +6,15 @@ The base model's ``forward`` does it, so that whatever calls the model stays as 
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows
-from fast_attention.integrations.exact import mode
 from fast_attention.integrations.modules import evaluating
 from fast_attention.mechanism import Unsupported
 
@@ -24,13 +23,6 @@ SKIPS = "_fast_attention_skips_padding"  # what a base model that skips padding 
 ALWAYS, WHERE_IT_PAYS = "always", "where it pays"  # how
 LEAST, PER_TEXT = 32, 3  # tokens of padding that a batch, and each text in it, must have for it to pay
 NEEDED = ("input_ids", "attention_mask", "position_ids")
-
-
-class Row(NamedTuple):
-    """A padded batch as one row of packed texts."""
-
-    arguments: dict[str, Any]  # of the model's forward
-    is_token: Bool[Tensor, "batch length"]
 
 
 def skips(model: PreTrainedModel) -> bool:
@@ -50,13 +42,14 @@ def run(model: Any, forward: Any, args: Any, kwargs: Any) -> Any:
     row = flattened(model, args, kwargs) if SKIPS in model.__dict__ else None
     if row is None:
         return forward(*args, **kwargs)
+    arguments, is_token = row
     call = calls.present(model)
     assert call is not None
-    call.packed = packed_rows.given(row.arguments)
-    return padded(model, forward(**row.arguments), row.is_token)
+    call.packed = packed_rows.borders_in(arguments)
+    return padded(model, forward(**arguments), is_token)
 
 
-def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
+def try_skipping(model: PreTrainedModel, how: str = ALWAYS) -> None:
     """Let a swapped model skip padding, if it then gives what it gives for each text alone.
 
     Raises:
@@ -67,7 +60,7 @@ def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
     needed = NEEDED[:-1] if _counts_distances(base) else NEEDED
     if missing := [each for each in needed if each not in _names(base)]:
         raise Unsupported(f"skip_padding=True needs a model that takes {', '.join(NEEDED)}; {name} lacks {missing[0]}")
-    if not might(model):
+    if not can_skip(model):
         raise Unsupported(
             f"skip_padding=True is for encoders and {name} is causal, whose cache is laid out as its rows are. What "
             "would work: rows packed by transformers' DataCollatorWithFlattening(return_flash_attn_kwargs=True)"
@@ -75,12 +68,10 @@ def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
     vocabulary = base.config.get_text_config().vocab_size
     ids = torch.arange(sum(TEXTS), device=base.device) % max(vocabulary - 4, 1) + min(4, vocabulary - 1)
     texts = [x[None] for x in ids.split(TEXTS)]
-    batch = torch.zeros(len(TEXTS), max(TEXTS), dtype=torch.long, device=base.device)
-    mask = torch.zeros_like(batch)
     padding = getattr(base.config, "pad_token_id", None) or 0
-    batch.fill_(padding)
-    for i, text in enumerate(texts):
-        batch[i, : text.shape[1]], mask[i, : text.shape[1]] = text, 1
+    batch = nn.utils.rnn.pad_sequence([*ids.split(TEXTS)], batch_first=True, padding_value=padding)
+    lengths = torch.tensor(TEXTS, device=base.device)
+    mask = (torch.arange(max(TEXTS), device=base.device) < lengths[:, None]).long()
     with torch.no_grad(), evaluating(model):
         wanted = [base(text) for text in texts]
         set_skipping(model, True)
@@ -101,7 +92,7 @@ def tried(model: PreTrainedModel, how: str = ALWAYS) -> None:
     set_skipping(model, True, how)
 
 
-def might(model: PreTrainedModel) -> bool:
+def can_skip(model: PreTrainedModel) -> bool:
     """Whether a model reads texts, and every token all of its text: only then can padding be skipped."""
     takes_ids = model.main_input_name == "input_ids" and "decoder_input_ids" not in _names(model.base_model)
     return takes_ids and not any(getattr(part, "is_causal", False) for part in model.modules())
@@ -113,8 +104,8 @@ def pays(is_token: Bool[Tensor, "batch length"]) -> bool:
     return size - int(is_token.sum()) >= LEAST + PER_TEXT * texts
 
 
-def flattened(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row | None:
-    """The arguments of a call without the padding in them; None where the call stays as it is.
+def flattened(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor] | None:
+    """The arguments of a call, of one row without the padding, and where tokens are; None where it stays as it is.
 
     That is where nothing is padded, attention matrices or tuples are asked for, or code is traced.
     """
@@ -135,7 +126,7 @@ def flattened(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row 
     is_token = mask.bool()
     if bool(is_token.all()) or not bool(is_token.any()):
         return None
-    if model.__dict__.get(SKIPS) == WHERE_IT_PAYS and not mode.runs(pays(is_token)):
+    if model.__dict__.get(SKIPS) == WHERE_IT_PAYS and not calls.runs_ours(pays(is_token)):
         return None
     if arguments.get("position_ids") is None and "position_ids" in _names(model):
         arguments["position_ids"] = _positions(model, arguments.get("input_ids"), is_token)
@@ -147,7 +138,7 @@ def flattened(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row 
         if isinstance(x, Tensor) and x.shape[:2] == is_token.shape:
             arguments[name] = x[is_token][None]
     borders = torch.nn.functional.pad(is_token.sum(-1).cumsum(-1), (1, 0)).int()
-    return Row({**arguments, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders}, is_token)
+    return {**arguments, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders}, is_token
 
 
 def padded(model: Any, output: Any, is_token: Bool[Tensor, "batch length"]) -> Any:
@@ -160,13 +151,14 @@ def padded(model: Any, output: Any, is_token: Bool[Tensor, "batch length"]) -> A
         padded_rows[is_token] = x[0]
         return padded_rows
 
-    kept = {name: rows(output[name]) for name in ("last_hidden_state", "hidden_states") if name in output}
+    outputs = {name: rows(output[name]) for name in ("last_hidden_state", "hidden_states") if name in output}
     if "pooler_output" in output:
-        pooled, linear = kept["last_hidden_state"], isinstance(model.pooler, torch.nn.Linear)
-        kept["pooler_output"] = model.pooler_activation(model.pooler(pooled[:, 0])) if linear else model.pooler(pooled)
-    if others := [name for name in output if name not in kept]:
+        pooled, pooler = outputs["last_hidden_state"], model.pooler
+        is_linear = isinstance(pooler, nn.Linear)
+        outputs["pooler_output"] = model.pooler_activation(pooler(pooled[:, 0])) if is_linear else pooler(pooled)
+    if others := [name for name in output if name not in outputs]:
         raise Unsupported(f"skip_padding=True: {type(model).__name__} also returns {', '.join(others)}")
-    return type(output)(**kept)
+    return type(output)(**outputs)
 
 
 def _counts_distances(model: Any) -> bool:
@@ -186,7 +178,7 @@ def _positions(model: Any, ids: Tensor | None, is_token: Tensor) -> Tensor:
     """
     for module in model.modules():
         padding = getattr(module, "padding_idx", None)
-        if isinstance(padding, int) and isinstance(getattr(module, "position_embeddings", None), torch.nn.Embedding):
+        if isinstance(padding, int) and isinstance(getattr(module, "position_embeddings", None), nn.Embedding):
             visible = is_token if ids is None else ids != padding
             return visible.cumsum(-1) * visible + padding
     return torch.arange(is_token.shape[1], device=is_token.device).expand(is_token.shape)

@@ -63,7 +63,7 @@ class Visibility:
         return self
 
 
-def given(module: nn.Module, q: Tensor, k: Tensor, mask: Any, is_causal: bool | None) -> Visibility:
+def from_mask(module: nn.Module, q: Tensor, k: Tensor, mask: Any, is_causal: bool | None) -> Visibility:
     """The model's mask argument, of whatever form, as a ``Visibility``."""
     if isinstance(mask, Visibility):
         return mask

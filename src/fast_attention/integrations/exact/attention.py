@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,31 +19,16 @@ from fast_attention.engine import heads, tiles
 from fast_attention.engine.fused import keyed_attention
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations import calls, packed_rows
-from fast_attention.integrations.attention import HARMLESS, SINKS
-from fast_attention.integrations.exact import masks, mode
+from fast_attention.integrations import calls, packed_rows, probing
+from fast_attention.integrations.attention import SINKS, changing
+from fast_attention.integrations.exact import masks
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.local import local_attention
 from fast_attention.packed import Packing
 
 BIAS, CAP, POSITIONS = "position_bias", "softcap", "positions"
-CHANGES = (BIAS, CAP, SINKS)  # arguments that alter the scores
-SERVED = (CAP, SINKS, POSITIONS)  # of these, what our forms compute; positions: a position_bias that is no tensor
-
-
-class Call(NamedTuple):
-    """One call of the attention function by an attention module, as a probe records it."""
-
-    module: nn.Module
-    heads: int
-    head_dim: int
-    groups: int  # heads of keys and values
-    seen: Visibility | None  # what the queries see; None: all, or all up to their own
-    is_causal: bool
-    crosses: bool  # keys of another sequence than the queries
-    changes: tuple[str, ...]  # arguments that alter the scores
-    times: int = 1  # that the module called attention in one pass of the model
+SUPPORTED = (CAP, SINKS, POSITIONS)  # what our forms compute of what alters scores; positions: a bias that is no tensor
 
 
 def attention(
@@ -61,16 +46,18 @@ def attention(
 
     if traced():
         return original(attention_mask)
-    recorded = mode.recording()
     seen = attention_mask if isinstance(attention_mask, Visibility) else None
-    if recorded is not None:
-        recorded.append(_call(module, query, key, seen, is_causal, extra))
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+    if probing.recording() is not None:
+        causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
+        return probing.record(module, query, key, value, seen, changed(extra), is_causal=causal), None
     if seen is None and attention_mask is None and query.shape[2] == key.shape[2]:
-        seen = _packed(query)
+        borders = next(iter(calls.packed()), None)  # of a packed row, for which the model makes no mask
+        seen = None if borders is None else Visibility(_no_mask, packing=packed_rows.texts_of(borders))
     changes = changed(extra, seen)
     positions, cap = changes.get(POSITIONS), changes.get(CAP)
-    if positions is not None and not positions.takes(module, query, attention_mask if seen is None else seen):
+    takes = getattr(positions, "takes", None)  # of positions that were made before their mask was known
+    mask = attention_mask if seen is None else seen
+    if positions is not None and takes is not None and not takes(module, query, mask):
         mask = attention_mask if seen is None else seen.dense()
         return original(mask, position_bias=positions.dense(query, key))
     if positions is not None and seen is None:
@@ -85,7 +72,10 @@ def attention(
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if seen is None:
         return original(attention_mask)
-    if not {*changes} <= {*SERVED} or _runs_apart(seen, query, key) or (cap is not None and core.unavailable()):
+    has_others = (
+        seen.packing is not None and query.shape[2] != key.shape[2]
+    )  # packed texts with other keys than queries
+    if not {*changes} <= {*SUPPORTED} or has_others or (cap is not None and core.unavailable()):
         return original(seen.dense())
     bias = None if positions is None or positions.layer is None else positions
     dropped = dropout if module.training else 0.0
@@ -119,38 +109,26 @@ def attend(
         cap: A soft cap on scores.
     """
     call = functools.partial(_one_text, seen=seen, scale=scale, dropout=dropout, sinks=sinks, bias=bias, cap=cap)
-    packing, kept, kept_queries = seen.packing, None, None
+    packing, tokens, query_tokens = seen.packing, None, None  # places of tokens in the rows; None: all places
     if packing is None and (seen.tokens is not None or seen.sequences is not None):
-        packing, kept = _texts(seen, k)
-        kept_queries = kept
+        size = torch.Size((k.shape[0], k.shape[2]))
+        texts = masks.numbers(seen, size).flatten()
+        tokens = None if seen.tokens is None else seen.tokens[:, -size[1] :].flatten().nonzero()[:, 0]
+        packing, query_tokens = packed_rows.counted(texts if tokens is None else texts[tokens]), tokens
         if q.shape[2] != k.shape[2]:  # of another sequence, each of which is one text
-            packing, kept_queries = Packing((q.shape[2],) * len(q), packing.keys), None
+            packing, query_tokens = Packing((q.shape[2],) * len(q), packing.keys), None
     if packing is None:
         return call(q, k, v).transpose(1, 2).contiguous()
-    row_q, row_k, row_v = _one_row(q, kept_queries), _one_row(k, kept), _one_row(v, kept)
-    out = packed.attend(call, row_q, row_k, row_v, packing, None)[0].transpose(0, 1)  # (tokens, heads, values)
-    if kept_queries is not None:
-        size = [q.shape[0] * q.shape[2], *out.shape[1:]]
-        out = out.new_zeros(size).index_copy(0, kept_queries, out)
+    q_row, k_row, v_row = (packed_rows.one_row(x, at) for x, at in ((q, query_tokens), (k, tokens), (v, tokens)))
+    out = packed.attend(call, q_row, k_row, v_row, packing, None)[0].transpose(0, 1)  # (tokens, heads, values)
+    if query_tokens is not None:
+        out = out.new_zeros(q.shape[0] * q.shape[2], *out.shape[1:]).index_copy(0, query_tokens, out)
     return out.reshape(q.shape[0], q.shape[2], *out.shape[1:])
 
 
 def changed(extra: dict[str, Any], seen: Visibility | None = None) -> dict[str, Any]:
-    """The arguments of a layer's that alter its scores: so does any tensor that is not known to do nothing.
-
-    Args:
-        extra: Arguments of the attention function.
-        seen: The layer's mask, which keeps what is harmless for a layer that is computed again.
-    """
-    tensors = {name for name, x in extra.items() if isinstance(x, Tensor) and name not in (*CHANGES, *HARMLESS)}
-    known = None if seen is None else seen.harmless
-    if known is not None and calls.computed_again():
-        unknown = tensors - known
-    else:
-        unknown = {name for name in tensors if not calls.is_argument(name)}
-        if known is not None:
-            known.update(tensors - unknown)
-    changes = {name: x for name, x in extra.items() if x is not None and (name in CHANGES or name in unknown)}
+    """The arguments that alter the scores of a layer; positions that are no tensor have a name of their own."""
+    changes = changing(extra, None if seen is None else seen.harmless)
     if BIAS in changes and not isinstance(changes[BIAS], Tensor):
         changes[POSITIONS] = changes.pop(BIAS)
     return changes
@@ -199,15 +177,9 @@ def _one_text(
         if out is not None:
             return out
 
-    def run(q: Tensor, k: Tensor, v: Tensor, key_mask: None = None) -> Tensor:
-        if is_whole:
-            return softmax_attention(q, k, v, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks, bias=bias)
-        return local_attention(
-            q, k, v, window=(left, right), is_causal=causal, scale=scale, dropout=dropout, sinks=sinks, bias=bias
-        )  # fmt: skip
-
     k, v = heads.repeated(q.shape[1], k=k, v=v)
-    return run(q, k, v)
+    given: Any = {"is_causal": causal, "scale": scale, "dropout": dropout, "sinks": sinks, "bias": bias}
+    return softmax_attention(q, k, v, **given) if is_whole else local_attention(q, k, v, window=(left, right), **given)
 
 
 def _plan(q: Tensor, k: Tensor, *, left: int, right: int) -> tiles.Plan:
@@ -217,43 +189,8 @@ def _plan(q: Tensor, k: Tensor, *, left: int, right: int) -> tiles.Plan:
 _compiled = tiles.operation(None, _plan)
 
 
-def _texts(seen: Visibility, k: Tensor) -> tuple[Packing, Tensor | None]:
-    """The texts of padded or packed rows, one behind another, and the places of their tokens; None: all places."""
-    size = torch.Size((k.shape[0], k.shape[2]))
-    texts = masks.numbers(seen, size).flatten()
-    kept = None if seen.tokens is None else seen.tokens[:, -size[1] :].flatten().nonzero()[:, 0]
-    lengths = (texts if kept is None else texts[kept]).unique_consecutive(return_counts=True)[1].tolist()
-    return Packing(tuple(lengths), tuple(lengths)), kept
-
-
-def _one_row(x: Tensor, kept: Tensor | None) -> Tensor:
-    """The tokens of all rows (B, H, L, E) that are kept, as one row (1, H, T, E)."""
-    row = x if x.shape[0] == 1 else x.transpose(0, 1).flatten(1, 2)[None]
-    return row if kept is None else row[:, :, kept]
-
-
-def _runs_apart(seen: Visibility, q: Tensor, k: Tensor) -> bool:
-    """Whether packed texts have other keys than queries."""
-    return seen.packing is not None and q.shape[-2] != k.shape[-2]
-
-
-def _packed(q: Tensor) -> Visibility | None:
-    """The visibility of a text in a packed row, for which the model makes no mask."""
-    borders = next(calls.packed(), None)
-    return None if borders is None else Visibility(_no_mask, packing=packed_rows.texts_of(borders))
-
-
 def _no_mask() -> Tensor:
     raise AssertionError("a packed row has no dense mask of its own")
-
-
-def _call(
-    module: nn.Module, q: Tensor, k: Tensor, seen: Visibility | None, is_causal: bool | None, extra: dict[str, Any]
-) -> Call:
-    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-    causal = causal if seen is None else seen.is_causal
-    crosses = q.shape[-2] != k.shape[-2]
-    return Call(module, q.shape[1], q.shape[-1], k.shape[1], seen, causal, crosses, tuple(changed(extra)))
 
 
 for _before, _name in masks.NAMES.items():

@@ -18,8 +18,8 @@ from transformers.utils import output_capturing
 
 from fast_attention import core
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations.exact import mode
-from fast_attention.integrations.exact.global_window import Window, attend
+from fast_attention.integrations import calls
+from fast_attention.integrations.exact.global_window import attend, form
 
 SHORTEST = 1024  # tokens
 LEAST = 5  # blocks that the pattern needs; the model has full attention below more than these
@@ -30,9 +30,7 @@ class BigBirdBlockSparseAttention(modeling_big_bird.BigBirdBlockSparseAttention)
 
     def exact_form(self) -> tuple[str, int | None]:
         """Describe the form that runs, and from how many tokens on; None where no length runs anything new."""
-        if why := core.unavailable():
-            return f"what ran before: tiles need the compiled core ({why})", None
-        return f"near, global and random blocks of {self.block_size}, in tiles", SHORTEST
+        return form(f"near, global and random blocks of {self.block_size}, in tiles", SHORTEST)
 
     def forward(
         self, hidden_states: Tensor, band_mask: Tensor | None = None, from_mask: Tensor | None = None,
@@ -42,7 +40,7 @@ class BigBirdBlockSparseAttention(modeling_big_bird.BigBirdBlockSparseAttention)
         """Same as transformers' module, which is called where attention matrices are returned."""
         length = hidden_states.shape[1]
         if (
-            traced() or not hidden_states.is_cpu or core.unavailable() or not mode.runs(length >= SHORTEST)
+            traced() or not hidden_states.is_cpu or core.unavailable() or not calls.runs_ours(length >= SHORTEST)
             or to_mask is None or length % self.block_size or length < LEAST * self.block_size
             or settings.get("output_attentions")
             or "attentions" in (output_capturing._active_collector.get() or ())
@@ -83,7 +81,7 @@ def _one_sequence(
     scale, padding = 1 / sqrt(module.attention_head_size), masked if masked.any() else None
     ends = torch.cat((torch.arange(size), torch.arange(len(x) - size, len(x))))
     inner = attend(
-        q, k, v, Window(size, size), scale=scale, masked=padding, columns=ends, blocks=pad(blocks, (0, 0, 1, 1))
+        q, k, v, scale=scale, reach=size, size=size, masked=padding, columns=ends, blocks=pad(blocks, (0, 0, 1, 1))
     )  # fmt: skip
     visible = None if padding is None else ~padding[None, None, None]
     outer = scaled_dot_product_attention(q[None, :, ends], k[None], v[None], attn_mask=visible, scale=scale)[0]
@@ -91,4 +89,4 @@ def _one_sequence(
     return out if padding is None else out.masked_fill(padding[:, None], 0.0)
 
 
-KINDS: dict[type, type] = {modeling_big_bird.BigBirdBlockSparseAttention: BigBirdBlockSparseAttention}
+EXACT: dict[type, type] = {modeling_big_bird.BigBirdBlockSparseAttention: BigBirdBlockSparseAttention}

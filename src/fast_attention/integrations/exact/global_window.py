@@ -7,30 +7,32 @@ blocks that are drawn at random for each block of queries.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fast_attention import core
 from fast_attention.engine import tiles
 from fast_attention.engine.tiles import FAR, MOST_ROWS, ROWS, Plan
 
 
-class Window(NamedTuple):
-    """The keys near a query: ``reach`` on each side of it, or of its whole block of ``size`` queries."""
-
-    reach: int
-    size: int = 0
+def form(runs: str, shortest: int) -> tuple[str, int | None]:
+    """Describe what runs, and from how many tokens on; None where no length runs anything new."""
+    if why := core.unavailable():
+        return f"what ran before: tiles need the compiled core ({why})", None
+    return runs, shortest
 
 
 def attend(
     q: Float[Tensor, "heads length width"],
     k: Float[Tensor, "heads length width"],
     v: Float[Tensor, "heads length width"],
-    window: Window,
     *,
     scale: float,
+    reach: int,
+    size: int = 0,
     masked: Bool[Tensor, "length"] | None = None,
     columns: Int[Tensor, "number"] | None = None,
     blocks: Int[Tensor, "heads queries choices"] | None = None,
@@ -42,15 +44,16 @@ def attend(
         q: Queries; as keys and values one sequence, with heads in front.
         k: Keys.
         v: Values.
-        window: Which keys are near.
         scale: Factor on the dot products.
+        reach: Keys that are near, on each side of a query, or of its whole block of ``size`` queries.
+        size: Queries of a block; 0: each by itself.
         masked: Keys that no query sees: padding.
         columns: Positions of the keys that every query sees, and sees once, also where a window holds them.
-        blocks: Numbers of the blocks of ``window.size`` keys that a block of queries sees besides. A key counts once
+        blocks: Numbers of the blocks of ``size`` keys that a block of queries sees besides. A key counts once
             more for each block that names it.
         dropout: The share of weights that are set to zero.
     """
-    settings: Any = {"reach": window.reach, "size": window.size, "columns": ()}
+    settings: Any = {"reach": reach, "size": size, "columns": ()}
     if columns is not None:
         settings["columns"] = tuple(_intervals(columns.tolist()))
     tables = () if blocks is None else (blocks,)

@@ -21,17 +21,15 @@ from transformers.models.longformer import modeling_longformer
 
 from fast_attention import core
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations.exact import mode
-from fast_attention.integrations.exact.global_window import Window, attend
+from fast_attention.integrations import calls
+from fast_attention.integrations.exact.global_window import attend, form
 
 SHORTEST = 128  # tokens
 
 
 def attention_form(self: Any) -> tuple[str, int | None]:
     """Describe the form that runs, and from how many tokens on; None where no length runs anything new."""
-    if why := core.unavailable():
-        return f"what ran before: tiles need the compiled core ({why})", None
-    return f"window of {self.one_sided_attn_window_size} each side and global tokens, in tiles", SHORTEST
+    return form(f"window of {self.one_sided_attn_window_size} each side and global tokens, in tiles", SHORTEST)
 
 
 def attention_forward(
@@ -40,7 +38,7 @@ def attention_forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Same as transformers' module, which is called where attention matrices are returned."""
     if (
-        traced() or not hidden_states.is_cpu or not mode.runs(hidden_states.shape[1] >= SHORTEST) or output_attentions
+        not _pays(hidden_states.shape[1]) or not hidden_states.is_cpu or output_attentions
         or core.unavailable()
         or is_index_masked is None or is_index_global_attn is None or self.dropout >= 1.0
     ):  # fmt: skip
@@ -68,7 +66,7 @@ def _one_sequence(
     rate = float(module.dropout) if module.training else 0.0
     q, k, v = (_heads(module, project(x)) for project in (module.query, module.key, module.value))
     out = attend(
-        q, k, v, Window(module.one_sided_attn_window_size), scale=1 / sqrt(module.head_dim), dropout=rate,
+        q, k, v, scale=1 / sqrt(module.head_dim), reach=module.one_sided_attn_window_size, dropout=rate,
         masked=padding, columns=columns,
     ).transpose(0, 1).flatten(1)  # fmt: skip
     if padding is not None:
@@ -125,7 +123,7 @@ class LEDEncoderSelfAttention(modeling_led.LEDEncoderSelfAttention):
 
 
 def _pays(length: int) -> bool:
-    return not traced() and mode.runs(length >= SHORTEST)
+    return not traced() and calls.runs_ours(length >= SHORTEST)
 
 
 def _bidirectional_mask(*, inputs_embeds: Tensor, attention_mask: Tensor, **settings: Any) -> Any:
@@ -159,7 +157,7 @@ class LEDEncoder(modeling_led.LEDEncoder):
     forward = _calling(modeling_led.LEDEncoder.forward, _prepare_4d_attention_mask_inverted=_inverted_mask)
 
 
-KINDS: dict[type, type] = {
+EXACT: dict[type, type] = {
     modeling_longformer.LongformerSelfAttention: LongformerSelfAttention,
     modeling_longformer.LongformerModel: LongformerModel,
     modeling_led.LEDEncoderSelfAttention: LEDEncoderSelfAttention,

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations import calls, mask_functions, packed_rows, visible
-from fast_attention.integrations.exact import mode
+from fast_attention.integrations import calls, mask_functions, packed_rows, probing, visible
 from fast_attention.integrations.mask_functions import Positions
 from fast_attention.integrations.visible import Visibility
 
@@ -29,6 +28,11 @@ FAR = 1 << 17  # tokens at which a probe reads what a layer sees
 def shortest(dtype: torch.dtype) -> int:
     """Tokens below which every layer runs what it ran, in a dtype."""
     return SHORTEST if dtype.itemsize >= 4 else 2 * SHORTEST
+
+
+def is_long(length: int, dtype: torch.dtype) -> bool:
+    """Whether a layer may run a form of ours at a length; code that ``torch.compile`` traces must not ask."""
+    return calls.runs_ours(length >= shortest(dtype))
 
 
 def pays_from(keys_left: int | None, keys_right: int | None, dtype: torch.dtype = torch.float32) -> int:
@@ -71,15 +75,18 @@ def structured(
         or q_length < 2
     ):
         return as_before()
-    packed = next(calls.packed(), None)
+    packed = next(iter(calls.packed()), None)
     is_long = q_length >= shortest(settings.get("dtype", torch.float32))
-    if not mode.runs(packed is not None or is_long) or (calls.shows_any() and before == "eager"):
+    if not calls.runs_ours(packed is not None or is_long) or (calls.shows_any() and before == "eager"):
         return as_before()
-    if mode.recording() is not None:
+    recording = probing.recording() is not None
+    if recording:
         kv_offset, q_offset, q_length, kv_length = 0, 0, FAR, FAR
     positions = Positions(batch_size, q_offset, q_length, kv_offset, kv_length, device)
-    tokens = None if attention_mask is None else _up_to(attention_mask, kv_offset + kv_length)[:, kv_offset:]
-    tokens = None if tokens is None or bool(tokens.all()) else tokens
+    tokens = None
+    if attention_mask is not None:
+        tokens = mask_functions.up_to(attention_mask, kv_offset + kv_length)[:, kv_offset:]
+        tokens = None if bool(tokens.all()) else tokens
     try:
         seen = mask_functions.read(mask_function, positions, tokens, functools.cache(whole if cuts else dense))
     except (IndexError, RuntimeError):  # a function of the inputs, which end before the probe's positions do
@@ -87,12 +94,8 @@ def structured(
     seen = replace(seen, harmless=set())  # structures are kept, and shared by models
     if packed is not None:
         return replace(seen, packing=packed_rows.texts_of(packed))
-    forced = mode.runs(False)
-    if mode.recording() is not None or (
-        _is_served(seen, positions) and (forced or _pays(seen, positions, before, settings))
-    ):
-        return seen
-    return as_before()
+    pays = calls.runs_ours(False) or _pays(seen, positions, before, settings)
+    return seen if recording or (pays and _is_served(seen, positions)) else as_before()
 
 
 def _is_of_transformers(sees: Any) -> bool:
@@ -127,7 +130,7 @@ def of_keys(mask: Any, q: Tensor, k: Tensor) -> Visibility | None:
     """The keys that a mask (B, 1, 1, S) lets each query of a text see; None for other masks."""
     if not isinstance(mask, Tensor) or mask.shape[1:3] != (1, 1) or not 1 < q.shape[-2] == k.shape[-2]:
         return None
-    seen = visible.given(torch.nn.Module(), q, k, mask, is_causal=False)
+    seen = visible.from_mask(torch.nn.Module(), q, k, mask, is_causal=False)
     return seen if seen.complete and _runs_on(seen) else None
 
 
@@ -153,11 +156,6 @@ def _pays(seen: Visibility, positions: Positions, before: str, settings: dict[st
     if seen.keys_left is not None or seen.keys_right is not None:
         return positions.keys >= pays_from(seen.keys_left, seen.keys_right, settings.get("dtype", torch.float32))
     return seen.tokens is not None or seen.sequences is not None
-
-
-def _up_to(attention_mask: Tensor, keys: int) -> Tensor:
-    size = attention_mask.shape[-1]
-    return attention_mask if size == keys else torch.nn.functional.pad(attention_mask, (0, keys - size))
 
 
 for _before, _name in NAMES.items():

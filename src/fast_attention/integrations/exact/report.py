@@ -12,35 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import clock
-from fast_attention.integrations.costs import span, wrapped
-from fast_attention.integrations.exact import mode
+from fast_attention.integrations import calls
 from fast_attention.integrations.modules import evaluating
+from fast_attention.integrations.report import AttentionLayer, grouped, span, wrapped
 
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12}  # of outputs, relative to the largest; others: of rounding
 ROUNDS, PATIENCE = 5, 10.0  # of timing both in turns; seconds after which no further round begins
 
 
 @dataclass(frozen=True)
-class ExactLayer:
-    """One attention layer of a model, which computes what it did.
+class ExactLayer(AttentionLayer):
+    """An attention layer that computes what it did.
 
     Attributes:
-        name: Its module's name, as in ``model.named_modules()``.
-        kind: Its module's class.
-        heads: Heads of queries.
-        head_dim: The width of a head.
-        is_causal: Whether a query sees earlier tokens only.
         computes: What the layer computes, in words.
         runs: What runs it now, in words.
         faster_from: The number of tokens from which it is faster; None where it runs what it ran at any length.
         padded_from: The number of tokens in padded or packed rows from which each text is computed by itself.
     """
 
-    name: str
-    kind: str
-    heads: int
-    head_dim: int
-    is_causal: bool
     computes: str
     runs: str
     faster_from: int | None = None
@@ -118,9 +108,9 @@ class ExactReport:
         return verified(self.model, batch)
 
     def __str__(self) -> str:
-        """A paragraph for each run of equal layers, and what is gained in all."""
+        """A paragraph for equal layers, and what is gained in all."""
         lines: list[str] = []
-        for group in _groups(self.layers):
+        for group in grouped(self.layers):
             first = group[0]
             lines.append(f"{span([layer.name for layer in group])}: {first.heads} heads of {first.head_dim}")
             lines += wrapped(f"{first.kind}: {first.computes}")
@@ -158,7 +148,7 @@ def verified(model: nn.Module, batch: Any) -> Verified:
             return [x.detach() for x in outputs], [*torch.autograd.grad(total, weights, allow_unused=True)]
 
     def before() -> Any:
-        with mode.original():
+        with calls.original():
             return run()
 
     like = next(model.parameters())
@@ -223,11 +213,3 @@ def _norm_relative(pairs: list[tuple[Tensor, Tensor]]) -> float:
     total = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
     norm = sum(float(a.double().square().sum()) for a, _ in pairs)
     return (total / max(norm, 1e-60)) ** 0.5
-
-
-def _groups(layers: tuple[ExactLayer, ...]) -> list[list[ExactLayer]]:
-    """Layers by what is equal in all but their names, in the order of the first of each."""
-    groups: dict[tuple[Any, ...], list[ExactLayer]] = {}
-    for layer in layers:
-        groups.setdefault(tuple(value for name, value in vars(layer).items() if name != "name"), []).append(layer)
-    return [*groups.values()]

@@ -8,10 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from fast_attention import core
-from fast_attention.integrations import forward_pass, fresh, probing, unpadding
-from fast_attention.integrations.exact import masks, mode, taught
-from fast_attention.integrations.exact.attention import BIAS, CAP, POSITIONS, SERVED, SINKS, Call
+from fast_attention.integrations import calls, forward_pass, fresh, module_classes, probing, unpadding
+from fast_attention.integrations.exact import masks
+from fast_attention.integrations.exact.attention import BIAS, CAP, POSITIONS, SINKS, SUPPORTED
 from fast_attention.integrations.exact.report import ExactLayer, ExactReport, compared, tensors
+from fast_attention.integrations.probing import AttentionCall
 from fast_attention.mechanism import Unsupported
 
 BEFORE = "_fast_attention_exact_before"  # where a model keeps what its configs named
@@ -29,11 +30,7 @@ def swap(
         Unsupported: ``skip_padding=True`` and the model cannot.
     """
     notes: list[str] = []
-    if any(p.is_meta for p in model.parameters()):
-        raise Unsupported(
-            f"{type(model).__name__} has weights on the meta device, which hold no numbers, so that no probe can run: "
-            "load the model first, or model.to_empty(device=...), and swap then"
-        )
+    probing.check_loaded(model)
     try:
         calls_ours = _enter(model)
         layers = _layers(model, probe, notes, probes=calls_ours)
@@ -53,7 +50,7 @@ def swap_back(model: PreTrainedModel) -> bool:
         return False
     unpadding.set_skipping(model, False)
     forward_pass.leave_calls(model)
-    taught.undo(model)
+    module_classes.restore(model)
     names = {ours: theirs for theirs, ours in masks.NAMES.items()}
     for config in fresh.configs(model):
         if config._attn_implementation in names:
@@ -65,10 +62,12 @@ def _enter(model: PreTrainedModel) -> bool:
     """Let a model call our functions, which run what it ran where they do not pay; whether it has any to call."""
     fresh.own_configs(model)
     model.__dict__[BEFORE] = True
-    taught.teach(model)
+    module_classes.exchange(model, exact=True)
     calls_ours = False
     for part in model.modules():
-        if isinstance(part, PreTrainedModel) and (taught.masked(part) or part._can_set_attn_implementation()):
+        if isinstance(part, PreTrainedModel) and (
+            part.config.model_type in module_classes.ALIBI or part._can_set_attn_implementation()
+        ):
             named = str(part.config._attn_implementation)
             part.config._attn_implementation_internal = masks.NAMES.get(named, named)
             calls_ours = True
@@ -88,18 +87,22 @@ def _layers(
     try:
         if not probes and any(getattr(part, "exact_form", None) for part in model.modules()):
             raise Unsupported("its own code computes attention")
-        with mode.forced():
-            forward, called, _ = probing.find_layers(model, probe, mode.recorded)
+        with calls.forced():
+            forward, called, _ = probing.find_layers(model, probe)
     except Unsupported as error:
         refusal = str(error)
     else:
-        layers = {name: _layer(model, name, call) for name, call in called.items()}
+        for name, call in called.items():
+            computes, runs, start, padded = _describe(call, model)
+            padded = None if model.main_input_name == "pixel_values" else padded  # pictures are never padded
+            sizes = (call.heads, call.head_dim, call.is_causal)
+            layers[name] = ExactLayer(name, type(call.module).__name__, *sizes, computes, runs, start, padded)
         _check(model, forward)
     for name, module in model.named_modules():
         if (form := getattr(module, "exact_form", None)) is not None:
             runs, start = form()
             old = layers.get(name)
-            sizes = (old.heads, old.head_dim, old.is_causal) if old else (*_sizes(module), False)
+            sizes = (old.heads, old.head_dim, old.is_causal) if old else (*probing.sizes(module), False)
             computes = old.computes if old else "attention in its own code"
             layers[name] = ExactLayer(name, type(module).__bases__[0].__name__, *sizes, computes, runs, start)
     if refusal and not layers:
@@ -108,26 +111,9 @@ def _layers(
     return sorted(layers.values(), key=lambda layer: order[layer.name])
 
 
-def _sizes(module: Any) -> tuple[int, int]:
-    heads, width = (
-        next((x for key in keys if isinstance(x := getattr(module, key, None), int)), 0)
-        for keys in (probing.HEADS, probing.WIDTHS)
-    )
-    return heads, width
-
-
-def _layer(model: PreTrainedModel, name: str, call: Call) -> ExactLayer:
-    """The function that a layer computes, and what runs it now."""
-    computes, runs, start, padded = described(call, model)
-    reads_rows = model.main_input_name != "pixel_values"  # which are never padded
-    padded = padded if reads_rows else None
-    sizes = (call.heads, call.head_dim, call.is_causal)
-    return ExactLayer(name, type(call.module).__name__, *sizes, computes, runs, start, padded)
-
-
-def described(call: Call, model: Any) -> tuple[str, str, int | None, int | None]:
+def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, int | None]:
     """Say for a layer that calls the interface what it computes, what runs it, and from how many tokens, padded too."""
-    seen, order = call.seen, "causal " if call.is_causal else ""
+    seen, order = call.visibility, "causal " if call.is_causal else ""
     named = getattr(getattr(call.module, "config", model.config), "_attn_implementation", None)
     weights = (*call.module.parameters(), *model.parameters())
     dtype = next((p.dtype for p in weights if p.is_floating_point()), torch.float32)
@@ -139,7 +125,7 @@ def described(call: Call, model: Any) -> tuple[str, str, int | None, int | None]
         return f"attention to another sequence{extra}", "what ran before", None, None
     if named not in masks.NAMES.values():
         return f"{order}attention by {named}{extra}", "what ran before", None, None
-    if not {*call.changes} <= {*SERVED}:
+    if not {*call.changes} <= {*SUPPORTED}:
         return f"{order}attention{extra}", "what ran before", None, None
     if CAP in call.changes and (why := core.unavailable()):
         return f"{order}attention{extra}", f"what ran before: tiles need the compiled core ({why})", None, None
@@ -178,11 +164,11 @@ def _check(model: PreTrainedModel, forward: Any) -> None:
     """
     for padded in (False, True):
         try:
-            with mode.original():
+            with calls.original():
                 wanted = forward(padded)
         except Exception:  # of a model that takes no padding there
             return
-        with mode.forced():
+        with calls.forced():
             got = forward(padded)
         if padded:
             wanted, got = ([_tokens(x) for x in tensors(each, None)] for each in (wanted, got))
@@ -207,11 +193,11 @@ def _skips(model: PreTrainedModel, *, wanted: bool, notes: list[str]) -> bool:
         Unsupported: That was asked for, and it cannot.
     """
     try:
-        unpadding.tried(model, unpadding.WHERE_IT_PAYS)
+        unpadding.try_skipping(model, unpadding.WHERE_IT_PAYS)
     except Unsupported as error:
         if wanted:
             raise
-        if unpadding.might(model):
+        if unpadding.can_skip(model):
             notes.append(f"Padding is computed: {str(error).removeprefix('skip_padding=True').lstrip(': ')}")
         return False
     return True

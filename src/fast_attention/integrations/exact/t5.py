@@ -21,7 +21,7 @@ from transformers.models.umt5 import modeling_umt5
 from fast_attention.engine.offsets import Terms
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls
-from fast_attention.integrations.exact import masks, mode
+from fast_attention.integrations.exact import masks
 from fast_attention.integrations.visible import Visibility
 
 
@@ -43,14 +43,10 @@ class Relative:
         row = _own(self.layer).compute_bias(self.layer, 1, len(offsets), device=offsets.device, past_seen_tokens=first)
         return Terms(row[0, :, 0].contiguous())
 
-    def takes(self, module: Any, q: Tensor, mask: Any) -> bool:
-        """Whether our form runs in a module: the module has asked before it made this."""
-        return True
-
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
         """The numbers of all queries and keys, as they were before the swap; zeros broadcast where that pays."""
         if self.layer is None:
-            is_long = mode.runs(q.shape[-2] >= masks.shortest(q.dtype))
+            is_long = masks.is_long(q.shape[-2], q.dtype)
             return q.new_zeros((1, 1, 1, 1) if is_long else (1, q.shape[1], q.shape[-2], k.shape[-2]))
         return _own(self.layer).compute_bias(
             self.layer, q.shape[-2], k.shape[-2], device=q.device, past_seen_tokens=self.past or 0
@@ -76,7 +72,7 @@ def _relative(layer: Any, hidden_states: Tensor, mask: Any, given: Any, *, cross
         return given
     length = hidden_states.shape[1]
     if crosses and isinstance(mask, Tensor):
-        return hidden_states.new_zeros(1, 1, 1, 1) if mode.runs(length >= masks.shortest(hidden_states.dtype)) else None
+        return hidden_states.new_zeros(1, 1, 1, 1) if masks.is_long(length, hidden_states.dtype) else None
     if not (crosses or layer.has_relative_attention_bias) or not _is_ours(layer, hidden_states, length, mask, crosses):
         return None
     return Relative(None if crosses else layer)
@@ -88,7 +84,7 @@ def _is_ours(layer: Any, like: Tensor, length: int, mask: Any, crosses: bool) ->
     if isinstance(mask, Visibility):
         return mask.packing is not None or not drops
     is_row = mask is None or mask.shape[1:3] == (1, 1)  # of keys alone, as Switch Transformers makes it
-    pays = mode.runs(length >= masks.shortest(like.dtype) and like.is_cpu and not drops)
+    pays = like.is_cpu and not drops and masks.is_long(length, like.dtype)
     return is_row and pays and named in masks.NAMES.values() and not _may_show(layer, named)
 
 
@@ -159,7 +155,7 @@ class UMT5Attention(modeling_umt5.UMT5Attention):
         return torch.zeros(1, self.n_heads, query_length, key_length, device=device, dtype=self.q.weight.dtype)
 
 
-KINDS: dict[type, type] = {
+EXACT: dict[type, type] = {
     kind.__bases__[0]: kind
     for kind in (
         T5Attention, MT5Attention, UMT5Attention, SwitchTransformersAttention, LongT5Attention, Pop2PianoAttention,
