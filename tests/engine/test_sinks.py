@@ -1,4 +1,4 @@
-"""Sinks in long sequences: tiles and the fused kernel against all scores with one column more, and their gradients."""
+"""Sinks in long sequences: tiles and blocks of queries against all scores with one column more, and their gradients."""
 
 from __future__ import annotations
 
@@ -171,4 +171,4 @@ def test_what_carries_sinks_and_what_does_not() -> None:
         torch.testing.assert_close(short(q, k, v, is_causal=True, key_mask=key_mask), wanted, atol=1e-12, rtol=1e-9)
     x = torch.randn(1, 2, 70, 8)
     m: Any = catalogue.parse("Softmax(sinks=True)")
-    assert "its outputs are weighed against the sinks" in str(explain(m, x, x, x, is_causal=True))
+    assert "positions or sinks add to the scores" in str(explain(m, x, x, x, is_causal=True))

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from fast_attention import core
 from fast_attention.engine import masks, trace
@@ -172,9 +171,10 @@ Plans = Callable[..., Plan]  # (q, k, *tables, **settings)
 
 
 def operation(
-    reference: Callable[..., Tensor] | None, plans: Plans, *, why: str | Callable[..., str] = "", path: str = "",
-    name: str = "softmax in tiles", sizes: Callable[..., dict[str, int]] | None = None,
-    serves: Callable[..., str] | None = None, cuda: Fast | None = None, empty: Callable[..., Tensor] | None = None,
+    reference: Callable[..., Tensor] | None, plans: Plans, *, why: str | Callable[..., str] = "",
+    path: str | Callable[..., str] = "", name: str = "softmax in tiles",
+    sizes: Callable[..., dict[str, int]] | None = None, serves: Callable[..., str] | None = None,
+    cuda: Fast | None = None, empty: Callable[..., Tensor] | None = None,
 ) -> Operation:  # fmt: skip
     """Softmax attention of tiles with a gradient.
 
@@ -326,15 +326,6 @@ def log_normalisers(sums: Float[Tensor, "*batch 2"]) -> Float[Tensor, "*batch"]:
     """The logarithms of normalisers, from the core's; infinity where a query sees nothing."""
     logs = (sums[..., 0] + sums[..., 1].log2()).mul_(math.log(2))
     return logs.masked_fill_(sums[..., 1] == 0, float("inf"))
-
-
-def shares(
-    log_sums: Float[Tensor, "*batch rows"], sinks: Float[Tensor, "*#batch #rows"]
-) -> Float[Tensor, "*batch rows"]:
-    """Weights that keys with these logarithmic normalisers keep beside sinks: the sigmoid, which torch's own loses at
-    e^-89.
-    """
-    return logsigmoid(log_sums - sinks).exp_()
 
 
 def sink_gradient(

@@ -113,7 +113,3 @@ def _sinks(near: BlockLocal, q: Tensor, sinks: SinkTokens, start: int, *, is_cau
 
 def _first(log_scale: Tensor | None) -> Tensor | None:
     return None if log_scale is None else log_scale[..., :1]
-
-
-def _split_row(x: Tensor | None, block: int) -> Tensor | None:
-    return None if x is None else split(x[..., None], block)[..., 0]
