@@ -172,7 +172,4 @@ FAULTS = [
     Fault("the sequences' rows of a head change places", "engine/heads.py",
           "unflatten(1, (*x.shape[:-3], x.shape[-2])).movedim(0, -3)", "unflatten(1, (x.shape[-2], *x.shape[:-3])).movedim(0, -3).movedim(0, -2)",
           "tests/conformance/test_short_sequences.py -k is_a_call"),
-    Fault("the gradient of a head's weights forgets its factor", "engine/heads.py",
-          "_rows(y)) * factor", "_rows(y))",
-          "tests/hybrid/test_hybrid.py -k plain_map"),
 ]  # fmt: skip
