@@ -100,18 +100,32 @@ def blocks(length: int, keys: int, size: int, before: int, after: int, is_causal
 @lru_cache(256)
 def every_key(length: int, keys: int, is_causal: bool) -> Plan:
     """The plan of exact attention."""
+    return within(torch.tensor([[[0, keys]]]), length, keys, is_causal)
+
+
+def within(spans: Int[Tensor, "batch heads 2"], length: int, keys: int, is_causal: bool) -> Plan:
+    """The plan of exact attention to the keys from the first of a span up to its end."""
     row = torch.arange(0, length, MOST_ROWS)
     end = (row + MOST_ROWS).clamp(max=length)
     last = (end + (keys - length)).clamp(0, keys) if is_causal else torch.full_like(end, keys)
-    return _plan(row, end, torch.zeros_like(row), last, low=-FAR, high=keys - length if is_causal else FAR)
+    first, stop = spans[..., :1].expand(*spans.shape[:-1], len(row)), torch.minimum(last, spans[..., 1:])
+    return _plan(row, end, first, stop.maximum(first), low=-FAR, high=keys - length if is_causal else FAR)
+
+
+def spans(key_mask: Bool[Tensor, "*batch heads keys"]) -> Int[Tensor, "batch heads 2"]:
+    """The first key that each sequence's queries may see, and the one behind the last."""
+    seen = four_axes(key_mask[..., None])[..., 0].to(torch.int8)
+    keys = seen.shape[-1]
+    return torch.stack([seen.argmax(-1), (keys - seen.flip(-1).argmax(-1)) * seen.amax(-1)], -1)
 
 
 def _plan(row: Tensor, end: Tensor, first: Tensor, last: Tensor, *, low: int, high: int) -> Plan:
-    """One range for every tile."""
-    number = torch.arange(len(row))
-    tiles = torch.stack([row, end, number, number + 1], -1)[None, None]
+    """One range for every tile; of several lists of tiles ``first`` and ``last`` have two axes more."""
+    first, last = (x if x.ndim == 3 else x[None, None] for x in (first, last))
+    number = torch.arange(first.numel()).view(first.shape)
+    tiles = torch.stack([row.expand_as(number), end.expand_as(number), number, number + 1], -1)
     ranges = torch.stack([first, last, *(torch.full_like(first, x) for x in (low, high, 0, 1))], -1)
-    return Plan(tiles.int(), ranges.int())
+    return Plan(tiles.int(), ranges.flatten(0, -2).int())
 
 
 def chosen(

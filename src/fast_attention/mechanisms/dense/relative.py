@@ -44,7 +44,8 @@ def relative_attention(
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     terms = offsets.between(positions, 1 - keys, length + keys - 1, q)
     if attn_mask is None and dropout == 0.0:
-        return _relative(q, k, v, key_mask, *terms, sinks, is_causal=is_causal, scale=factor, first=1 - length)
+        spans = () if key_mask is None or traced() else (tiles.spans(key_mask.expand(*q.shape[:-3], 1, keys)),)
+        return _relative(q, k, v, key_mask, *terms, sinks, *spans, is_causal=is_causal, scale=factor, first=1 - length)
     trace.record("all scores at once", "positions or sinks add to them, under an attn_mask or with dropout")
     masked = {"attn_mask": attn_mask, "dropout": dropout}
     return _all_scores(q, k, v, key_mask, *terms, sinks, is_causal=is_causal, scale=factor, **masked)
@@ -77,9 +78,9 @@ def _rows(q: Tensor, k: Tensor) -> int:
 
 def _in_blocks(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, *, is_causal: bool, scale: float, first: int,
+    sinks: Tensor | None, spans: Tensor | None = None, *, is_causal: bool, scale: float, first: int,
 ) -> Tensor:  # fmt: skip
-    """Relative attention by the scores of a block of queries at a time."""
+    """Relative attention by the scores of a block of queries at a time; ``spans`` serve the core."""
     length, keys, rows = q.shape[-2], k.shape[-2], _rows(q, k)
     settings: Any = {"is_causal": is_causal, "scale": scale}
     if rows == length:
@@ -102,12 +103,13 @@ def _path(q: Tensor, k: Tensor, *others: Any, **settings: Any) -> str:
 
 
 def _why(*tensors: Tensor | None, **settings: Any) -> str:
-    added = any(x is not None for x in tensors[4:])
+    added = any(x is not None for x in tensors[4:7])
     return "positions or sinks add to the scores" if added else "a mask of all pairs is not made"
 
 
-def _plan(q: Tensor, k: Tensor, *, is_causal: bool) -> tiles.Plan:
-    return tiles.every_key(q.shape[-2], k.shape[-2], is_causal)
+def _plan(q: Tensor, k: Tensor, spans: Tensor | None = None, *, is_causal: bool) -> tiles.Plan:
+    length, keys = q.shape[-2], k.shape[-2]
+    return tiles.every_key(length, keys, is_causal) if spans is None else tiles.within(spans, length, keys, is_causal)
 
 
 _relative = tiles.operation(_in_blocks, _plan, path=_path, why=_why, empty=like_queries)
