@@ -42,8 +42,8 @@ from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.reference import masked_keys
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
+from fast_attention.mechanisms.sparse.gathered import take
 from fast_attention.mechanisms.sparse.local import Local
-from fast_attention.mechanisms.sparse.reference import take
 from fast_attention.mechanisms.sparse.selected import Selected, of_blocks
 from fast_attention.traits import NEAR_FAR
 from fast_attention.value import at_least

@@ -56,13 +56,10 @@ def block_local_attention(
             bias=bias, sinks=sinks,
         )  # fmt: skip
     before, after = smaller(before, keys // block_size), 0 if is_causal else smaller(after, length // block_size + 1)
-    terms, settings = banded.near(
-        q, k, left=before, right=after, size=block_size, is_causal=is_causal, scale=scale, bias=bias
-    )
-    if attn_mask is None and dropout == 0.0:
-        return banded.banded_softmax(q, k, v, key_mask, *terms, sinks, **settings)
-    masked: Any = {"attn_mask": attn_mask, "dropout": dropout}
-    return banded.masked_softmax(q, k, v, key_mask, *terms, sinks, **masked, **settings)
+    return banded.attend(
+        q, k, v, left=before, right=after, size=block_size, is_causal=is_causal, key_mask=key_mask,
+        attn_mask=attn_mask, dropout=dropout, scale=scale, bias=bias, sinks=sinks,
+    )  # fmt: skip
 
 
 @lru_cache(256)

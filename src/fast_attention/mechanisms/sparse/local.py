@@ -116,14 +116,13 @@ def local_attention(
     attn_mask: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
-    block: int | None = None,
     bias: Positions | None = None,
     sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax over the keys j with ``i - left <= j <= i + right``, both ends included; causal: ``right = 0``.
 
     ``window`` is (left, right), or one number for both. With S keys and L queries, i counts from S - L. O(n w d) time,
-    O(n w) memory; a window over everything is softmax attention. ``block``, queries to a slice of keys, is speed only.
+    O(n w) memory; a window over everything is softmax attention.
     With ``dilation`` the keys are ``i + m dilation`` for ``-left <= m <= right`` (arXiv 2004.05150, section 3.1); of
     several, head h takes the one at h modulo their number, and q, k and v are (..., H, L, E). ``bias`` gives what
     scores gain by offsets j - i, as ``engine.offsets`` has them; the exponentials of ``sinks`` (H,) add to normalisers.
@@ -132,7 +131,7 @@ def local_attention(
     m = Local(window, dilation=dilation) if is_open else _checked(window, dilation)
     length, keys = q.shape[-2], k.shape[-2]
     if dilation != 1:
-        run = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale, block=block)
+        run = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale)
         if isinstance(dilation, tuple):
             return by_heads(
                 run, q, k, v, dilations=dilation, key_mask=key_mask, attn_mask=attn_mask, bias=bias, sinks=sinks
@@ -148,11 +147,10 @@ def local_attention(
             bias=bias, sinks=sinks,
         )  # fmt: skip
     left, right = (left, right) if is_open else (min(left, keys - 1), min(right, length - 1))
-    terms, settings = banded.near(q, k, left=left, right=right, block=block or 0, scale=scale, bias=bias)
-    if attn_mask is None and dropout == 0.0:
-        return banded.banded_softmax(q, k, v, key_mask, *terms, sinks, **settings)
-    masked: Any = {"attn_mask": attn_mask, "dropout": dropout}
-    return banded.masked_softmax(q, k, v, key_mask, *terms, sinks, **masked, **settings)
+    return banded.attend(
+        q, k, v, left=left, right=right, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale,
+        bias=bias, sinks=sinks,
+    )  # fmt: skip
 
 
 @lru_cache(256)

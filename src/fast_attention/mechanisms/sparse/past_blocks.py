@@ -18,7 +18,7 @@ from fast_attention.engine import masks, tiles
 from fast_attention.engine.blocks import join, positions, smaller, split, split_mask
 from fast_attention.engine.operation import like_queries
 from fast_attention.engine.precision import in_float32
-from fast_attention.mechanisms.sparse.reference import take
+from fast_attention.mechanisms.sparse.gathered import take
 
 ROWS = 64  # queries of a tile
 
