@@ -3,8 +3,6 @@
 Blocks of queries choose by their mean in Sparse-Linear Attention (Zhang et al. 2025, arXiv 2509.24006); every query
 chooses for itself in Mixture of Block Attention (Lu et al. 2025, arXiv 2502.13189), which is what can be causal.
 
-Chooses the blocks of keys whose mean is nearest to a block of queries, or to one query.
-
 Choices are made in float64, whatever the inputs are: two blocks that score alike to the last digit would else be told
 apart differently by a pass, by its steps in decoding and by a compiler. A choice has no gradient.
 """
@@ -147,43 +145,6 @@ def _best(scores: Float[Tensor, "*batch rows blocks"], number: int) -> Int[Tenso
     return blocks.masked_fill(values == NEVER, -1)
 
 
-def selected_attention(
-    q: Float[Tensor, "*batch length width"],
-    k: Float[Tensor, "*batch length width"],
-    v: Float[Tensor, "*batch length values"],
-    *,
-    block_size: int = 64,
-    topk: int = 8,
-    is_causal: bool = False,
-    key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
-    scale: float | None = None,
-    sinks: Float[Tensor, "heads"] | None = None,
-) -> Float[Tensor, "*batch length values"]:
-    """Softmax over the keys of chosen blocks (arXiv 2509.24006, equations 3 to 5; 2502.13189, equations 2 to 6).
-
-    With I the block of query i, and means over visible tokens,
-
-    - noncausal, all queries of block I see block I and the ``topk - 1`` others with the largest
-      ``mean(q_I) . mean(k_J)``;
-    - causal, query i sees block I up to itself and the ``topk - 1`` of the blocks J < I, all of which are past, with
-      the largest ``q_i . mean(k_J)``. A mean of queries would hold what comes after the first of them.
-
-    Masked keys are in no mean, and a block without a visible key is not chosen. Masked tokens are in no mean of
-    queries either, unless all of a block are; each is a query nevertheless. Gradients go through the softmax over what
-    was chosen, not through the choice. Where there are at most ``topk`` blocks, this is exact attention. The
-    exponentials of ``sinks`` (H,) add to normalisers.
-    """
-    length = q.shape[-2]
-    if not symbolic() and length <= topk * block_size:
-        return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale, sinks=sinks)
-    visible = torch.ones(1, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
-    if is_causal:
-        means, alive = block_means(k, key_mask, block_size)
-        return attend_past(q, k, v, visible, means, alive, sinks, size=block_size, topk=topk, start=0, scale=scale)
-    table = of_blocks(q, k, key_mask, size=block_size, topk=topk)
-    return gathered_softmax(q, k, v, table, visible, size=block_size, scale=scale, sinks=sinks)
-
-
 def block_means(k: Tensor, key_mask: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
     """The mean of every block's visible keys, in float64, and whether there is one; the last block may be shorter."""
     counted = shown(k, key_mask, size)
@@ -204,9 +165,18 @@ def attend_past(
 class Selected(SinksMixin, Attention[Any, SelectedState]):  # type: ignore[reportIncompatibleVariableOverride]
     """Chosen blocks: a query sees its own block and the ``topk - 1`` others whose mean key is nearest.
 
-    Nearest to the mean of the query's block; with is_causal=True to the query itself, among the blocks before its own,
-    so that nothing later moves a choice and decoding in any split is one pass. Nothing is drawn. What a
-    window leaves out for being far is seen if its mean is near; what is near in position only may be left out in turn.
+    With I the block of query i, and means over visible tokens (arXiv 2509.24006, equations 3 to 5; 2502.13189,
+    equations 2 to 6),
+
+    - noncausal, all queries of block I see block I and the ``topk - 1`` others with the largest
+      ``mean(q_I) . mean(k_J)``;
+    - causal, query i sees block I up to itself and the ``topk - 1`` of the blocks J < I, all of which are past, with
+      the largest ``q_i . mean(k_J)``. Nothing later moves a choice, and decoding in any split is one pass.
+
+    Masked keys are in no mean, and a block without a visible key is not chosen. Masked tokens are in no mean of
+    queries either, unless all of a block are; each is a query nevertheless. Gradients go through the softmax over what
+    was chosen, not through the choice. Nothing is drawn. What a window leaves out for being far is seen if its mean is
+    near; what is near in position only may be left out in turn.
 
     Args:
         block_size: Tokens per block; the last block may be shorter.
@@ -244,11 +214,17 @@ class Selected(SinksMixin, Attention[Any, SelectedState]):  # type: ignore[repor
         return keys <= self.topk * self.block_size
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """Softmax over the chosen blocks."""
-        return selected_attention(
-            q, k, v, block_size=self.block_size, topk=self.topk, is_causal=is_causal, key_mask=key_mask,
-            scale=self.scale, sinks=self.sinks_of(w),
-        )  # fmt: skip
+        """Softmax over the chosen blocks; exact attention where these are all."""
+        size, sinks = self.block_size, self.sinks_of(w)
+        if not symbolic() and self.covers(q.shape[-2], k.shape[-2], is_causal=is_causal):
+            return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.scale, sinks=sinks)
+        visible = torch.ones(1, k.shape[-2], dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+        if is_causal:
+            means, alive = block_means(k, key_mask, size)
+            settings = {"size": size, "topk": self.topk, "start": 0, "scale": self.scale}
+            return attend_past(q, k, v, visible, means, alive, sinks, **settings)
+        table = of_blocks(q, k, key_mask, size=size, topk=self.topk)
+        return gathered_softmax(q, k, v, table, visible, size=size, scale=self.scale, sinks=sinks)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: SelectedState | None, *, key_mask: Tensor | None
