@@ -10,8 +10,8 @@ SINKS = "tests/engine/test_sinks.py -k "
 FAULTS = [
     Fault("the window is one key short", "engine/masks.py", "distance >= -left", "distance > -left",
           ORACLE + "'Local and dilation'"),
-    Fault("decoding forgets the oldest key of the window", "mechanisms/sparse/local.py", "return out, last(near, self.sides[0])",
-          "return out, last(near, self.sides[0] - 1)", LAW + "'of_a_setting and Local'"),
+    Fault("decoding forgets the oldest key of the window", "mechanisms/sparse/local.py", "return out, last(near, total - self.leaving(total))",
+          "return out, last(near, total - self.leaving(total) - 1)", LAW + "'of_a_setting and Local'"),
     Fault("queries of a dilated window stand one position off", "mechanisms/sparse/local.py",
           "front = (keys - length) % dilation", "front = (keys - length + 1) % dilation", ORACLE + "'Local and dilation'"),
     Fault("a dilated window sees the padding behind the keys", "mechanisms/sparse/local.py",

@@ -1,8 +1,7 @@
 """ReLU attention (Wortsman et al. 2023, and others): scores below zero get no weight at all.
 
-Attention by rectified scores, ``relu(q_i . k_j)^p``: tiles of queries against tiles of keys, no n x n table.
-
-No maximum is needed, so that tiles of keys simply add up; the backward pass forms every tile's scores again.
+Tiles of queries meet tiles of keys, and no table of all scores is made: no maximum is needed, so that tiles of keys
+simply add up. The backward pass forms every tile's scores again.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from fast_attention.traits import SCORES
 from fast_attention.value import at_least, one_of
 
 Power = Literal[1, 2]
-
-
-HEADS, QUERIES, KEYS = 2, 256, 512  # of a tile: a megabyte in float32
-
 Norm = Literal["sum", "length", "none"]
+NORMS: tuple[Norm, ...] = get_args(Norm)
+HEADS, QUERIES, KEYS = 2, 256, 512  # of a tile: a megabyte in float32
 
 
 class How(NamedTuple):
@@ -39,26 +36,32 @@ class How(NamedTuple):
 
     is_causal: bool
     norm: Norm
-    power: Literal[1, 2]
+    power: Power
     scale: float
     eps: float | Tensor
 
 
-def attend(
+def rectified_scores(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
     v: Float[Tensor, "*batch keys values"],
     key_mask: Bool[Tensor, "*#batch2 keys"] | None,
-    how: How,
+    *,
+    is_causal: bool,
+    norm: int,
+    power: Power,
+    scale: float,
+    eps: float,
 ) -> Float[Tensor, "*batch length values"]:
-    """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``; a row without a positive score gives zeros."""
+    """``relu_attention`` without an ``attn_mask``, with the number of its norm."""
+    how = How(is_causal, NORMS[norm], power, scale, eps)
     if traced():  # nobody may look whether the outputs are finite
         trace.record("all scores at once", "traced")
         return masked(q, k, v, key_mask, how=how)
     out = _tiled(q, k, v, key_mask, how=how)
     if how.norm != "sum" or numerics.finite(out):
         return out
-    q, k, v, how, smaller, _ = _within_room(q, k, v, how)
+    q, k, v, how, smaller, _ = _within_range(q, k, v, how)
     return _tiled(q, k, v, key_mask, how=how._replace(eps=float(how.eps))) / smaller
 
 
@@ -69,13 +72,13 @@ def masked(
     """All scores at once, under any mask, with dropout, brought down to where they fit before anybody has looked."""
     if how.norm != "sum":
         return whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
-    q, k, v, how, smaller, less = _within_room(q, k, v, how)
+    q, k, v, how, smaller, less = _within_range(q, k, v, how)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask * less
     return whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout) / smaller
 
 
-def _within_room(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How, Tensor, Tensor]:
+def _within_range(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How, Tensor, Tensor]:
     """Brought down to where no sum overflows, and by what v and the scores were; large queries feel no ``eps``."""
     less, rows = numerics.factor(k, 2.0 ** (28 / how.power)), numerics.factor(q, 2.0 ** (40 / how.power), rows=True)
     smaller = numerics.factor(v, 2.0**28)
@@ -111,7 +114,7 @@ def whole(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, keep: bool, how: How
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The outputs; kept: the n_i."""
+    """The outputs, and the n_i to be saved."""
     out = v.new_zeros((*q.shape[:-1], v.shape[-1]))
     n = _lengths(q, k, key_mask, how) if how.norm == "length" else q.new_full((*q.shape[:-1], 1), how.norm == "none")
     (qs, ks, vs), outs, ns = _heads(q, masks.drop(k, key_mask), v), out.flatten(0, -3), n.flatten(0, -3)
@@ -215,9 +218,6 @@ def _lengths(q: Tensor, k: Tensor, key_mask: Tensor | None, how: How) -> Tensor:
     return counts.clamp(min=1.0)[..., None].contiguous()
 
 
-NORMS: tuple[Norm, ...] = get_args(Norm)
-
-
 def relu_attention(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
@@ -249,15 +249,7 @@ def relu_attention(
     return in_float32(masked)(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
 
 
-def summed_scores(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *,
-    is_causal: bool, norm: int, power: Power, scale: float, eps: float,
-) -> Tensor:  # fmt: skip
-    """``attend`` with settings that are numbers."""
-    return attend(q, k, v, key_mask, How(is_causal, NORMS[norm], power, scale, eps))
-
-
-_attend = Operation(summed_scores, compute=torch.float32, empty=like_queries)
+_attend = Operation(rectified_scores, compute=torch.float32, empty=like_queries)
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,6 +6,7 @@ The window is Longformer's (Beltagy et al. 2020, arXiv 2004.05150) with the ends
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -175,8 +176,25 @@ TRAITS = Traits(
 )
 
 
+class NearKeys(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
+    """Softmax over keys near the query, beyond which decoding keeps none."""
+
+    @abstractmethod
+    def leaving(self, keys: int) -> int:
+        """How many of the first of ``keys`` tokens no later token sees; whole blocks, where blocks are counted."""
+
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: KVCache | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        """Attend to near keys before the new tokens and to these; keep the tokens that later ones may see."""
+        near = append(state, k, v, key_mask)
+        out = viewed(partial(self.attend, w=w, is_causal=True), q, near.k, near.v, key_mask=near.visible)
+        total = near.k.shape[-2]
+        return out, last(near, total - self.leaving(total))
+
+
 @dataclass(frozen=True, repr=False)
-class Local(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
+class Local(NearKeys):
     """A sliding window: query i sees the keys from i - left to i + right.
 
     Args:
@@ -226,7 +244,7 @@ class Local(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportInc
         return self.dilation == 1 and left >= keys - 1 and (is_causal or right >= length - 1)
 
     def leaving(self, keys: int) -> int:
-        """The number of the first of ``keys`` tokens that no later token sees."""
+        """How many of the first of ``keys`` tokens no later token sees."""
         return max(keys - self.sides[0], 0)
 
     def key_range(self, first: int, end: int) -> tuple[int, int]:
@@ -261,11 +279,3 @@ class Local(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportInc
         left, right = self.sides
         right = 0 if is_causal else right
         return patterns.attend_packed(q, k, v, lengths, left, right, key_mask, scale=self.scale)
-
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: KVCache | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, KVCache]:
-        """Attend to the window before the new tokens and to these; keep the tokens that later ones may see."""
-        near = append(state, k, v, key_mask)
-        out = viewed(partial(self.attend, w=w, is_causal=True), q, near.k, near.v, key_mask=near.visible)
-        return out, last(near, self.sides[0])
