@@ -127,7 +127,7 @@ def test_plans_of_sorted_blocks(size: int, is_causal: bool) -> None:
             (own[:, None] == own) & (not is_causal or own + start > 0)[:, None] if is_causal else own[:, None] == own
         )
         seen = torch.cat([near_ones, beside], -1)
-        sees(sinkhorn._tiles_beside(length, seen.shape[-1], size, first, is_causal), seen)
+        sees(sinkhorn._tiles_of_own_and_sorted(length, seen.shape[-1], size, first, is_causal), seen)
 
 
 def test_plans_of_windows_with_global_keys() -> None:

@@ -66,7 +66,7 @@ FAULTS = [
           "total.carry_(d_sums, backwards=True)", "accumulate_(d_sums, backwards=True)",
           "tests/engine/test_chunks.py -k plain"),
     Fault("the backward pass sums keys anew in every chunk", "engine/summed.py",
-          "sums[..., :1, :] += kept[..., i : i + 1, : sums.shape[-1]]", "pass",
+          "sums[..., :1, :] += saved[..., i : i + 1, : sums.shape[-1]]", "pass",
           "tests/engine/test_chunks.py -k plain"),
     Fault("prefix sums of blocks do not add up", "engine/scan.py", "combine(later, carried[..., None, :], out=later)",
           "pass", "tests/engine/test_chunks.py -k prefix"),

@@ -225,11 +225,11 @@ def operation(
         return out, (sums,)
 
     def backward(
-        inputs: tuple[Any, ...], outputs: Tensors, kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...], *,
+        inputs: tuple[Any, ...], outputs: Tensors, saved: tuple[Tensor, ...], gradient: tuple[Tensor, ...], *,
         scale: float, first: int = 0, cap: float = 0.0, dropout: float = 0.0, seed: int = 0, **settings: Any,
     ) -> Tensors:  # fmt: skip
         (q, k, v, key_mask, numbers, vectors, sinks), tables = inputs[:7], inputs[7:]
-        plan, (sums,), out = plans(q, k, *tables, **settings), kept, outputs[0]
+        plan, (sums,), out = plans(q, k, *tables, **settings), saved, outputs[0]
         assert out is not None
         dq = q.new_empty(q.shape)
         call = _arguments(q, k, v, key_mask, numbers, vectors, sinks)
@@ -314,8 +314,8 @@ def _dense(
             scores = scores + products.gather(-1, place.expand(*products.shape[:2], -1, -1)) * inside
     weights = masks.masked_softmax(scores + counts.clamp(min=1).to(scores).log(), visible, sinks)
     if dropout:
-        kept = keeps(seed, q.shape[0] * q.shape[1], length, keys, dropout).view(scores.shape)
-        weights = weights * kept / (1 - dropout)
+        keep = keeps(seed, q.shape[0] * q.shape[1], length, keys, dropout).view(scores.shape)
+        weights = weights * keep / (1 - dropout)
     return (weights @ v).view(shape).to(dtype)
 
 

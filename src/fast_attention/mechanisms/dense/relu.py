@@ -118,10 +118,10 @@ def _forward(
     out = v.new_zeros((*q.shape[:-1], v.shape[-1]))
     n = _lengths(q, k, key_mask, how) if how.norm == "length" else q.new_full((*q.shape[:-1], 1), how.norm == "none")
     (qs, ks, vs), outs, ns = _heads(q, masks.drop(k, key_mask), v), out.flatten(0, -3), n.flatten(0, -3)
-    ahead = _ahead(q, k, how)
+    keys_before = _keys_before(q, k, how)
     for heads, rows in _rows(qs):
         queries, o, total = qs[heads, rows] * how.scale, outs[heads, rows], ns[heads, rows]
-        for keys, weights in _tiles(queries, ks[heads], rows, ahead):
+        for keys, weights in _tiles(queries, ks[heads], rows, keys_before):
             if how.power == 2:
                 weights.square_()
             if how.norm == "sum":
@@ -141,11 +141,11 @@ def _backward(
     d_inputs = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dqs, dks, dvs = (x.flatten(0, -3) for x in d_inputs)
     (qs, ks, vs), (os, gs, ns) = _heads(q, masks.drop(k, key_mask), v), _heads(outputs[0], gradients[0], saved[0])
-    ahead = _ahead(q, k, how)
+    keys_before = _keys_before(q, k, how)
     for heads, rows in _rows(qs):
         queries, g = qs[heads, rows] * how.scale, gs[heads, rows] / ns[heads, rows]
         shift = (g * os[heads, rows]).sum(-1, keepdim=True) if how.norm == "sum" else None
-        for keys, scores in _tiles(queries, ks[heads], rows, ahead):
+        for keys, scores in _tiles(queries, ks[heads], rows, keys_before):
             slopes = g @ vs[heads, keys].mT
             if shift is not None:
                 slopes.sub_(shift)
@@ -186,23 +186,23 @@ def _rows(q: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(first, first + few), slice(start, min(start + some, q.shape[1]))
 
 
-def _tiles(q: Tensor, k: Tensor, rows: slice, ahead: int | None) -> Iterator[tuple[slice, Tensor]]:
+def _tiles(q: Tensor, k: Tensor, rows: slice, keys_before: int | None) -> Iterator[tuple[slice, Tensor]]:
     """Tiles of keys that some of the queries see, and their rectified scores, zero where a key is not seen yet.
 
-    Causal with ``ahead`` keys before the first query; None: not causal.
+    Causal with ``keys_before`` keys before the first query; None: not causal.
     """
-    end = k.shape[1] if ahead is None else max(rows.stop + ahead, 0)
+    end = k.shape[1] if keys_before is None else max(rows.stop + keys_before, 0)
     workspace = q.new_empty(q.shape[0] * q.shape[1] * KEYS)
     for start in range(0, end, KEYS):
         stop = min(start + KEYS, end)
         scores = workspace[: q.shape[0] * q.shape[1] * (stop - start)].view(*q.shape[:2], stop - start)
         torch.bmm(q, k[:, start:stop].mT, out=scores).relu_()
-        if ahead is not None and stop > rows.start + ahead:
-            scores.tril_(rows.start + ahead - start)
+        if keys_before is not None and stop > rows.start + keys_before:
+            scores.tril_(rows.start + keys_before - start)
         yield slice(start, stop), scores
 
 
-def _ahead(q: Tensor, k: Tensor, how: How) -> int | None:
+def _keys_before(q: Tensor, k: Tensor, how: How) -> int | None:
     return k.shape[-2] - q.shape[-2] if how.is_causal else None
 
 
@@ -213,8 +213,8 @@ def _lengths(q: Tensor, k: Tensor, key_mask: Tensor | None, how: How) -> Tensor:
     if not how.is_causal:
         counts = counts.sum(-1, keepdim=True).expand(*counts.shape[:-1], q.shape[-2])
     else:
-        ahead = k.shape[-2] - q.shape[-2]
-        counts = F.pad(counts.cumsum(-1), (max(-ahead, 0), 0))[..., max(ahead, 0) :]
+        keys_before = k.shape[-2] - q.shape[-2]
+        counts = F.pad(counts.cumsum(-1), (max(-keys_before, 0), 0))[..., max(keys_before, 0) :]
     return counts.clamp(min=1.0)[..., None].contiguous()
 
 

@@ -134,9 +134,9 @@ class _Sizes:
         q, k, v, rows, (block, *_, number) = *call[:3], call[10], call[15]
         self.heads, length, keys = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
         self.features = rows.shape[2] if number == EXPONENTIAL else q.shape[3]
-        together = 1 if block > 128 else 8 if block < 32 else 256 // block
+        section = 1 if block > 128 else 8 if block < 32 else 256 // block
         queries, key_blocks = (keys - 1) // block - (keys - length) // block + 1, -(-keys // block)
-        self.queries, self.keys = -(-queries // together), -(-key_blocks // together)
+        self.queries, self.keys = -(-queries // section), -(-key_blocks // section)
         padded = -(-self.features // 32) * 32
         state = self.heads * padded * (-(-v.shape[3] // 32) * 32 + 2)
         self.sums, self.gradients = (key_blocks + 2 * self.queries) * state, (queries + 2 * self.keys) * state

@@ -260,8 +260,8 @@ def attend_spans(x: Inputs, block_mask: BlockMask, plan: Plan) -> Float[Tensor, 
         exact = exact + offsets.toeplitz(x.numbers, block)[:, None]
     logits = [exact if masked is None else torch.where(masked, float("-inf"), exact)]
     logits.append(sink_logits.masked_fill(unknown, float("-inf")))
-    above = None if x.learned_sinks is None else x.learned_sinks[:, None]
-    out, weights = (join(t, q.shape[-2]) for t in _softmax(logits, around(x.v), queries, x.outside, above))
+    sink_scores = None if x.learned_sinks is None else x.learned_sinks[:, None]
+    out, weights = (join(t, q.shape[-2]) for t in _softmax(logits, around(x.v), queries, x.outside, sink_scores))
     return out + weights @ x.sinks.v
 
 

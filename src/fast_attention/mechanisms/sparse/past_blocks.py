@@ -102,9 +102,9 @@ def _chosen_softmax(
     choices: Tensor, *, size: int, start: int, scale: float,
 ) -> Tensor:  # fmt: skip
     length, number = choices.shape[-2:]
-    lead, first, front = q.shape[:-2], start // size, start % size
+    batch_shape, first, front = q.shape[:-2], start // size, start % size
     keys, values = split(k, size), split(v, size)
-    visible = split_mask(key_mask, size).expand(*lead, keys.shape[-3], size)
+    visible = split_mask(key_mask, size).expand(*batch_shape, keys.shape[-3], size)
     queries = split(pad(q, (0, 0, front, 0)), size)
     near = masks.causal(size, size, q.device) & visible[..., first:, None, :]
     near, scores = (
