@@ -32,8 +32,7 @@ from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.hybrid import compiled, gpu, reference
 from fast_attention.mechanisms.hybrid.compiled import OutOfRangeError
-from fast_attention.mechanisms.hybrid.reference import FarSums, attend_near, block_sums
-from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
+from fast_attention.mechanisms.hybrid.reference import FarSums, SinkTokens, attend_near, block_sums
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
