@@ -148,17 +148,22 @@ def dense_attention(
     key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """``softmax(relu(q_i) W + b) v``; long, by exact attention: columns of W are keys, b is a channel more of them."""
-    scores = dense_scores(q, w, v.shape[-2])
-    if rows.against(v, q.shape[-2]) or tiles.against(q, v):
+    scores, keys = dense_scores(q, w, v.shape[-2]), v.shape[-2]
+    if rows.against(v, q.shape[-2]):
+        return attend(v, scores, is_causal=is_causal, key_mask=key_mask)
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, v, *w))
+    if key_mask is None and not is_causal and not trained:
+        k, b = narrow(w.W, keys, axis=-1).mT.contiguous(), narrow(w.b, keys, axis=-1)[:, None]
+        k = k.expand(*v.shape[:-2], *k.shape[-2:])
+        if takes_flash(q, k, v):
+            trace.record("torch's fused kernel", "the bias of a key is a mask of one row")
+            return fused_attention(q.relu(), k, v, b.expand(len(v), -1, -1, -1), scale=1.0)
+    if tiles.against(q, v):
         return attend(v, scores, is_causal=is_causal, key_mask=key_mask)
     assert scores.Q is not None
     assert scores.K is not None
-    q, k = scores.Q, scores.K.contiguous().expand(*v.shape[:-2], -1, -1)
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if key_mask is None and not is_causal and not trained and takes_flash(q[..., :-1], k[..., :-1], v):
-        trace.record("torch's fused kernel", "the bias of a key is a mask of one row")
-        return fused_attention(q[..., :-1], k[..., :-1], v, k[..., None, :, -1], scale=1.0)
-    return relative_attention(q, k, v, None, is_causal=is_causal, key_mask=key_mask, scale=1.0)
+    k = scores.K.contiguous().expand(*v.shape[:-2], -1, -1)
+    return relative_attention(scores.Q, k, v, None, is_causal=is_causal, key_mask=key_mask, scale=1.0)
 
 
 def outer_scores(q: Float[Tensor, "*batch length width"], w: LayerPair) -> Scores:
