@@ -216,13 +216,14 @@ OLD_NAMES = {
     "mechanisms/dense": "ahead kept twins",
     "mechanisms/sparse": "lead kept ahead behind",
     "mechanisms/sinkhorn": "beside kept",
+    "mechanisms/hybrid": "ahead behind together kept",
     "biases": "Sunk Biased unbiased",
     "gpu": "walk further Forms forms apart known cut behind lead",
     "packed.py": "Described described together",
     "decoding.py": "apart",
     "mechanism.py": "summary",
     "mechanisms/aft": "both kept in_range held",
-    "mechanisms/hybrid": "Sight sight ahead behind together kept held",
+    "mechanisms/hybrid/reference.py": "Sight sight ahead behind",
     "integrations/visible.py": "ahead back",
 }
 

@@ -192,7 +192,7 @@ class Attention(Mechanism[W, S]):
         traits = self.traits
         if traits.memory is None:
             raise self.refuse("decoding", "memory")
-        inputs = k, v, key_mask
+        given = k, v, key_mask
         checks.flag("enable_gqa", enable_gqa)
         if enable_gqa:
             k, v = checks.grouped(q, k, v, shares=self.shares_cache)
@@ -202,22 +202,22 @@ class Attention(Mechanism[W, S]):
         if q.is_meta:
             raise ValueError("decode keeps what it read, and tensors on the meta device hold nothing: give others")
         weights, new_state = checks.weights(self, w, q), decoding.empty(self, q, k, v, w)
-        cached = decoding.validated(state, new_state)
+        held = decoding.validated(state, new_state)
         if checks.empty(q, k, v):
-            return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), replaced(new_state, held=cached)
-        if isinstance(cached, left_padding.Rows) or (
-            cached is None and left_padding.may_begin_late(self, key_mask, streams=True)
+            return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), replaced(new_state, held=held)
+        if isinstance(held, left_padding.Rows) or (
+            held is None and left_padding.may_begin_late(self, key_mask, streams=True)
         ):
             k, v, _ = checks.without_masked(k, v, key_mask, traits.inputs)
 
-            def run(q: Tensor, k: Tensor, v: Tensor, cached: Any, *, key_mask: Tensor | None) -> tuple[Tensor, Any]:
-                return in_dtype_of_tokens(self.advance, q, k, v, weights, cached, key_mask=key_mask)
+            def run(q: Tensor, k: Tensor, v: Tensor, held: Any, *, key_mask: Tensor | None) -> tuple[Tensor, Any]:
+                return in_dtype_of_tokens(self.advance, q, k, v, weights, held, key_mask=key_mask)
 
-            out, cached = left_padding.advance(self, run, q, k, v, key_mask, cached)
+            out, held = left_padding.advance(self, run, q, k, v, key_mask, held)
         else:
             k, v, mask = checks.without_masked(k, v, key_mask, traits.inputs)
-            out, cached = in_dtype_of_tokens(self.advance, q, k, v, weights, cached, key_mask=mask)
-        return out, replaced(new_state, held=decoding.copy_if_aliased(cached, *inputs, at_start=state is None))
+            out, held = in_dtype_of_tokens(self.advance, q, k, v, weights, held, key_mask=mask)
+        return out, replaced(new_state, held=decoding.copy_if_aliased(held, *given, at_start=state is None))
 
     def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
         """The state of a chunk of keys (..., H, N, E) and values (..., H, N, Ev), some masked by ``key_mask``.
@@ -231,9 +231,9 @@ class Attention(Mechanism[W, S]):
             raise self.refuse("summarising", "memory", "constant")
         self.check(traits, k, k, v, True, key_mask)
         keys, values, mask = checks.without_masked(k, v, key_mask, traits.inputs)
-        cached = self.summarise_keys(keys, values, checks.weights(self, w, k), key_mask=mask)
-        cached = decoding.copy_if_aliased(cached, k, v, key_mask, at_start=True)
-        return replaced(decoding.empty(self, k, k, v, w), held=cached)
+        held = self.summarise_keys(keys, values, checks.weights(self, w, k), key_mask=mask)
+        held = decoding.copy_if_aliased(held, k, v, key_mask, at_start=True)
+        return replaced(decoding.empty(self, k, k, v, w), held=held)
 
     def combine(self, earlier: State, later: State) -> State:
         """The state of two neighbouring chunks, associatively (``memory="constant"`` only).
@@ -262,11 +262,11 @@ class Attention(Mechanism[W, S]):
         if traits.memory != "constant":
             raise self.refuse("reading from a state", "memory", "constant")
         self.check(traits, q, k, v, False, key_mask)
-        weights, cached = checks.weights(self, w, q), decoding.validated(state, decoding.empty(self, q, k, v, w))
+        weights, held = checks.weights(self, w, q), decoding.validated(state, decoding.empty(self, q, k, v, w))
         if checks.empty(q):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
         k, v, mask = checks.without_masked(k, v, key_mask, traits.inputs)
-        return self.read_summary(q, k, v, weights, cached, key_mask=mask)
+        return self.read_summary(q, k, v, weights, held, key_mask=mask)
 
     def check(self, traits: Traits, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
         """Raise unless the tensors fit one another and these traits, which are the mechanism's."""

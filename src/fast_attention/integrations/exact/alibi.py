@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.models.bloom import modeling_bloom
@@ -18,7 +19,7 @@ from fast_attention.integrations.visible import Visibility
 class Slopes(NamedTuple):
     """ALiBi's numbers for each offset of the key: ``engine.offsets.Positions``.
 
-    A query's own position cancels; BLOOM and MPT leave it out.
+    A query's own position cancels. BLOOM and MPT leave it out, and so does ``by_key``: it rounds as they do.
     """
 
     layer: Any
@@ -27,6 +28,10 @@ class Slopes(NamedTuple):
     def __call__(self, offsets: Int[Tensor, "offsets"]) -> Terms:
         """The slope of each head, times the offset."""
         return Terms(self.slopes[:, None] * offsets)
+
+    def by_key(self, keys: int) -> Float[Tensor, "heads keys"]:
+        """The numbers of all keys of a text, 0 for the last."""
+        return self.slopes[:, None] * torch.arange(1 - keys, 1, device=self.slopes.device)
 
     def takes(self, module: Any, q: Tensor, mask: Any) -> bool:
         """Whether our form runs in a module: the module has asked before it made this."""

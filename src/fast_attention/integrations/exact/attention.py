@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from fast_attention import core, packed
 from fast_attention.engine import heads, tiles
+from fast_attention.engine.fused import keyed_attention
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows
@@ -192,12 +193,21 @@ def _one_text(
         if dropout:
             settings |= {"dropout": dropout, "seed": int(torch.randint(2**62, ()))}
         return _compiled(q, k, v, None, *terms, sinks, **settings)
+    by_key = getattr(bias, "by_key", None)
+    if by_key is not None and is_whole and causal and length == keys and not dropout:
+        out = keyed_attention(q, k, v, by_key(keys), scale=factor)
+        if out is not None:
+            return out
+
+    def run(q: Tensor, k: Tensor, v: Tensor, key_mask: None = None) -> Tensor:
+        if is_whole:
+            return softmax_attention(q, k, v, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks, bias=bias)
+        return local_attention(
+            q, k, v, window=(left, right), is_causal=causal, scale=scale, dropout=dropout, sinks=sinks, bias=bias
+        )  # fmt: skip
+
     k, v = heads.repeated(q.shape[1], k=k, v=v)
-    if is_whole:
-        return softmax_attention(q, k, v, is_causal=causal, scale=scale, dropout=dropout, sinks=sinks, bias=bias)
-    return local_attention(
-        q, k, v, window=(left, right), is_causal=causal, scale=scale, dropout=dropout, sinks=sinks, bias=bias
-    )  # fmt: skip
+    return run(q, k, v)
 
 
 def _plan(q: Tensor, k: Tensor, *, left: int, right: int) -> tiles.Plan:
