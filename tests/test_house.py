@@ -211,8 +211,11 @@ def test_no_name_is_a_riddle() -> None:
 # Fields of Traits, attributes and classes that had such names: the words stay English elsewhere.
 OLD_NAMES = {
     "traits.py": "order reads bounded spans",
-    "engine/operation.py": "served twins",
-    "engine/chunks.py": "twins above",
+    "engine": "served twins above kept lead beside",
+    "mechanisms/dense": "ahead kept twins",
+    "mechanisms/sparse": "lead kept ahead behind",
+    "mechanisms/sinkhorn": "beside kept",
+    "mechanisms/hybrid": "ahead behind together kept",
     "biases": "Sunk Biased unbiased",
     "gpu": "walk further Forms forms apart known cut behind lead",
     "packed.py": "Described described together",

@@ -29,6 +29,7 @@ from fast_attention import (
 from fast_attention.biases.bias import alibi_slopes, t5_buckets
 from fast_attention.counting import peak_bytes
 from fast_attention.engine.trace import implementation
+from fast_attention.mechanisms.dense import relative
 from tests.cases import bind, qkv, some_keys
 from tests.test_oracles import expected
 
@@ -205,25 +206,33 @@ def test_slopes_for_other_heads_are_refused() -> None:
         Local(bias=ALiBi(slopes=(1.0, 0.5, 0.25)))(*qkv(5))
 
 
-@pytest.mark.parametrize("sizes", [(900, 900), (800, 1000), (1, 40)])
+@pytest.mark.parametrize("sizes", [(90, 90), (80, 100), (100, 80), (1, 40)])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("bias", ["bias=ALiBi()", "bias=T5Buckets(num_buckets=8), sinks=True"])
-def test_the_flash_kernel_reads_offsets(bias: str, is_causal: bool, masked: bool, sizes: tuple[int, int]) -> None:
+def test_blocks_of_queries_read_offsets(
+    bias: str, is_causal: bool, masked: bool, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Outputs and gradients are those of all scores at once, also of rows before the first visible key."""
     bound = bind(f"Softmax({bias})")
     q, k, v = (x.requires_grad_() for x in qkv(*sizes))
     mask = torch.rand(2, sizes[1]) > 0.3 if masked else None
     if mask is not None:
-        mask[0, :120], mask[1] = False, mask[1] & (sizes[0] > 1)
+        mask[0, :12], mask[1] = False, mask[1] & (sizes[0] > 1)
+    wanted = bound(q, k, v, is_causal=is_causal, key_mask=mask)
+    monkeypatch.setattr(relative, "SCORES", 1)
+    monkeypatch.setattr(relative, "ROWS", 16)
+    path = "softmax in blocks of queries" if sizes[0] > 16 else "all scores at once"
+    assert path in str(explain(bound, q, k, v, is_causal=is_causal, key_mask=mask))
     out = bound(q, k, v, is_causal=is_causal, key_mask=mask)
-    assert "flash kernel" in str(explain(bound, q, k, v, is_causal=is_causal, key_mask=mask))
-    with implementation("reference"):
-        wanted = bound(q, k, v, is_causal=is_causal, key_mask=mask)
     torch.testing.assert_close(out, wanted, atol=1e-12, rtol=1e-9)
     grad, leaves = torch.randn_like(out), [q, k, v, *bound.parameters()]
-    for a, b in zip(*(torch.autograd.grad(x, leaves, grad) for x in (out, wanted)), strict=True):
+    first = [torch.autograd.grad(x, leaves, grad, create_graph=True) for x in (out, wanted)]
+    for a, b in zip(*first, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-8)
+    second = [torch.autograd.grad(sum(x.square().sum() for x in each), leaves) for each in first]
+    for a, b in zip(*second, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-7)
 
 
 def test_offsets_take_no_memory_of_every_pair() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fast_attention import Attention, ReLUAttention, Softmax, catalogue
 from fast_attention.counting import peak_bytes
 from fast_attention.functional import relu_attention, softmax_attention
+from fast_attention.mechanisms.dense import relative
 from tests.cases import qkv, some_keys
 
 RELUS = [
@@ -155,8 +156,11 @@ def test_settings_are_checked(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("length", "keys"), [(600, 600), (513, 700), (700, 513), (1, 600)])
-def test_long_masked_softmax_is_the_definition(length: int, keys: int, device: torch.device) -> None:
+def test_long_masked_softmax_is_the_definition(
+    length: int, keys: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In blocks of queries, forward and backward, against all scores at once; rows that see nothing give zeros."""
+    monkeypatch.setattr(relative, "SCORES", 1 << 18)
     q, k, v = (x.requires_grad_() for x in qkv(length, keys, device=device))
     mask = some_keys(2, keys, device)
     mask[0, :7] = False
@@ -174,6 +178,11 @@ def test_long_masked_softmax_is_the_definition(length: int, keys: int, device: t
             grads = [torch.autograd.grad(y, (q, k, v), slope) for y in (out, expected)]
             for a, b in zip(*grads, strict=True):
                 close(a, b, 1e-10)
+            single = [x.detach().float().requires_grad_() for x in (q, k, v)]  # in the core, where there is one
+            out = softmax_attention(*single, is_causal=is_causal, key_mask=seen, scale=0.3)
+            close(out.double(), expected, 1e-5)
+            for a, b in zip(torch.autograd.grad(out, single, slope.float()), grads[1], strict=True):
+                close(a.double(), b, 1e-4)
 
 
 def test_softmax_in_float16_is_softmax_in_float32_rounded() -> None:

@@ -17,6 +17,7 @@ from fast_attention import (
     Shape,
     Softmax,
     Unsupported,
+    core,
 )
 from fast_attention.engine import trace
 from fast_attention.functional import softmax_attention, synthesizer_attention
@@ -196,15 +197,39 @@ def test_long_sequences_are_the_definition(mechanism: Any, device: torch.device)
         mask = some_keys(2, length, device) if masked else None
         with trace.recorded() as steps:
             ours = bound(q, k, v, is_causal=is_causal, key_mask=mask)
-        fused = isinstance(mechanism, DenseSynthesizer) and not masked
-        path = "torch's fused kernel" if fused else "softmax in blocks of queries"
-        assert device.type != "cpu" or [step.path for step in steps] == [path]
+        assert device.type != "cpu" or [step.path for step in steps] == ["softmax in blocks of queries"]
         scores = mechanism.scores(q, k, bound.w, first=0, keys=length).whole(length)
         theirs = synthesizer_attention(v, scores, is_causal=is_causal, key_mask=mask)
         close(ours, theirs, 1e-10)
         grads = [torch.autograd.grad(y.square().sum(), wanted, allow_unused=True) for y in (ours, theirs)]
         for a, b in zip(*grads, strict=True):
             close(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b, 1e-9)
+
+
+@pytest.mark.skipif(bool(core.unavailable()), reason="needs the compiled core")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_long_dense_scores_in_the_core_are_the_definition(is_causal: bool, masked: bool) -> None:
+    """Outputs, and gradients of queries, values and both weights; without these, torch's kernel where nothing hides."""
+    bound = bind(DenseSynthesizer(), max_len=300)
+    q, k, v = (x.requires_grad_() for x in qkv(257))
+    mask = some_keys(2, 257) if masked else None
+    scores = bound.mechanism.scores(q, k, bound.w, first=0, keys=257).whole(257)
+    theirs = synthesizer_attention(v, scores, is_causal=is_causal, key_mask=mask)
+    grads = torch.autograd.grad(theirs.square().sum(), [q, v, *bound.parameters()])
+    bound = bound.float()
+    q, k, v = (x.detach().float().requires_grad_() for x in (q, k, v))
+    with trace.recorded() as steps:
+        ours = bound(q, k, v, is_causal=is_causal, key_mask=mask)
+        with torch.no_grad():
+            untrained = bound(q, k, v, is_causal=is_causal, key_mask=mask)
+    inference = trace.CORE if is_causal or masked else "torch's fused kernel"
+    assert [step.path.startswith(name) for step, name in zip(steps, (trace.CORE, inference), strict=True)] == [True] * 2
+    close(ours.double(), theirs, 2e-5)
+    close(untrained.double(), theirs, 2e-5)
+    found = torch.autograd.grad(ours.square().sum(), [q, v, *bound.parameters()])
+    for a, b in zip(found, grads, strict=True):
+        close(a.double(), b, 1e-4)
 
 
 @pytest.mark.parametrize("mechanism", ALL, ids=repr)

@@ -1,4 +1,4 @@
-"""Sinks in long sequences: tiles and the fused kernel against all scores with one column more, and their gradients."""
+"""Sinks in long sequences: tiles and blocks of queries against all scores with one column more, and their gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Shape, catalogue, explain
+from fast_attention import Shape, catalogue, core, explain
 from fast_attention.functional import implementation
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.nn.bound import Bound
@@ -171,4 +171,5 @@ def test_what_carries_sinks_and_what_does_not() -> None:
         torch.testing.assert_close(short(q, k, v, is_causal=True, key_mask=key_mask), wanted, atol=1e-12, rtol=1e-9)
     x = torch.randn(1, 2, 70, 8)
     m: Any = catalogue.parse("Softmax(sinks=True)")
-    assert "its outputs are weighed against the sinks" in str(explain(m, x, x, x, is_causal=True))
+    reason = "all scores at once" if core.unavailable() else "positions or sinks add to the scores"
+    assert reason in str(explain(m, x, x, x, is_causal=True))

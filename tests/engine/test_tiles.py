@@ -15,7 +15,7 @@ from fast_attention.engine import tiles, trace
 from fast_attention.engine.tiles import Plan
 from fast_attention.integrations.exact import global_window
 from fast_attention.mechanisms.sinkhorn import sinkhorn
-from fast_attention.mechanisms.sparse import grid_softmax
+from fast_attention.mechanisms.sparse import grid
 from tests.sparse.test_local import near
 from tests.sparse.test_local2d import visible_keys
 
@@ -99,14 +99,11 @@ def test_plans_of_grids(m: Any, length: int, monkeypatch: pytest.MonkeyPatch) ->
         given.update(settings)
         return torch.zeros(1, 1, length, 1)
 
-    monkeypatch.setattr(grid_softmax, "_in_grid", noted)
+    monkeypatch.setattr(grid, "_in_grid", noted)
     m(*(torch.zeros(1, 1, length, 1, dtype=torch.bfloat16) for _ in "qkv"))
-    axes = [
-        grid_softmax.Axis(*(given[f"{x}_{y}"] for y in ("window", "dilation", "shift", "tile")))
-        for x in ("row", "column")
-    ]
+    axes = [grid.Axis(*(given[f"{x}_{y}"] for y in ("window", "dilation", "shift", "tile"))) for x in ("row", "column")]
     settings = (length, given["width"], given["leading"], *axes)
-    plan, order = grid_softmax._grid_plan(*settings), grid_softmax._order(*settings)
+    plan, order = grid._grid_plan(*settings), grid._order(*settings)
     if order is None:
         sees(plan, visible_keys(m, length))
         return
@@ -130,7 +127,7 @@ def test_plans_of_sorted_blocks(size: int, is_causal: bool) -> None:
             (own[:, None] == own) & (not is_causal or own + start > 0)[:, None] if is_causal else own[:, None] == own
         )
         seen = torch.cat([near_ones, beside], -1)
-        sees(sinkhorn._tiles_beside(length, seen.shape[-1], size, first, is_causal), seen)
+        sees(sinkhorn._tiles_of_own_and_sorted(length, seen.shape[-1], size, first, is_causal), seen)
 
 
 def test_plans_of_windows_with_global_keys() -> None:

@@ -121,7 +121,7 @@ FAULTS = [
           "tests/integrations/test_packed_rows.py -k 'alone and ModernBert-Softmax-borders'"),
     Fault("exact attention is kept for one token more", "integrations/crossover.py", "ByLength(Softmax(), wanted, tokens)",
           "ByLength(Softmax(), wanted, tokens + 1)", "tests/integrations/test_exact_up_to.py -k to_the_bit"),
-    Fault("covered masks take a faster form with other last bits", "mechanisms/hybrid/by_length_rows.py",
+    Fault("covered masks take a faster form with other last bits", "mechanisms/hybrid/by_length.py",
           "if exact is None or traced()", "if mask is not None or traced()",
           "tests/integrations/test_exact_up_to.py -k to_the_bit"),
     Fault("a causal layer's crossover must be a gain", "integrations/crossover.py", "DRAW if is_causal else 1.0", "1.0",

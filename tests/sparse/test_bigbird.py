@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention import BigBird, Bound, Softmax, catalogue
+from fast_attention.mechanisms.sparse.bigbird import distinct
 from fast_attention.mechanisms.sparse.gathered import gathered_softmax
-from fast_attention.mechanisms.sparse.pattern import distinct
 from tests.cases import bind, qkv, some_keys
 from tests.oracles.bigbird import visible
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fast_attention import BlockLocal, Local, Softmax, catalogue
 from fast_attention.functional import block_local_attention, local_attention
+from fast_attention.mechanisms.sparse import banded
 from tests.cases import qkv, some_keys
 
 LENGTHS = (1, 5, 16, 33, 97)
@@ -73,9 +74,14 @@ def test_11_a_window_over_everything_is_softmax(is_causal: bool, device: torch.d
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 50])
-def test_the_size_of_blocks_of_queries_moves_nothing(block: int, device: torch.device) -> None:
+def test_the_size_of_blocks_of_queries_moves_nothing(
+    block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = qkv(41, device=device)
-    same(local_attention(q, k, v, window=(6, 3), block=block), local_attention(q, k, v, window=(6, 3)))
+    wanted = local_attention(q, k, v, window=(6, 3))
+    monkeypatch.setattr(banded, "SMALLEST_BLOCK", block)
+    monkeypatch.setattr(banded, "LARGEST_BLOCK", block)
+    same(local_attention(q, k, v, window=(6, 3)), wanted)
 
 
 @pytest.mark.parametrize("m", VALUES, ids=repr)

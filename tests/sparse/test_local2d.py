@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention import BlockLocal2d, Local2d, Unsupported, catalogue, core
+from fast_attention import BlockLocal2d, Local2d, Unsupported, catalogue
 from fast_attention.functional import implementation
 from tests.cases import qkv
 from tests.oracles.local2d import block_of, pair_of, window_of
-from tests.sparse.test_tiles import IN_TILES, agree, inputs, shown
-
-AS_MASK = "exact attention with the window as mask"
+from tests.sparse.test_tiles import agree, inputs, shown
 
 GRIDS = [
     (Local2d(30, 26, window=3), 780),
@@ -62,14 +60,8 @@ def test_the_dense_masked_softmax(m: Any, length: int) -> None:
                 agree(partial(m, key_mask=keys), visible, tensors, path="softmax in blocks")
 
 
-def test_few_keys_without_the_core_are_exact_attention_with_a_mask() -> None:
-    torch.manual_seed(3)
-    m, tensors, keys = Local2d(14, 14, num_prefix_tokens=1), inputs((2, 3), 197, 197), shown(2, 197)
-    visible = (visible_keys(m, 197) & keys[:, None, None]).expand(2, 3, 197, 197)
-    agree(partial(m, key_mask=keys), visible, tensors, path=IN_TILES if not core.unavailable() else AS_MASK)
-    with core.switched_off():
-        agree(partial(m, key_mask=keys), visible, tensors, path=AS_MASK)
-    q, k, v = (x[..., :49, :] for x in tensors)
+def test_a_window_over_the_whole_grid_is_exact_attention() -> None:
+    q, k, v = inputs((2, 3), 49, 49)
     torch.testing.assert_close(Local2d(7, 7)(q, k, v), F.scaled_dot_product_attention(q, k, v))
 
 

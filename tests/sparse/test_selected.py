@@ -11,7 +11,7 @@ from torch import Tensor
 from fast_attention import Hybrid, LinearAttention, Selected
 from fast_attention.engine import trace
 from fast_attention.functional import implementation
-from fast_attention.mechanisms.sparse import past_blocks, selected
+from fast_attention.mechanisms.sparse import selected
 from tests.cases import qkv
 from tests.engine.test_tiles import BACKWARD, FORWARD, needs_core
 
@@ -35,7 +35,7 @@ def chosen(
 def passes(given: list[Any], settings: dict[str, Any]) -> list[Tensor]:
     """The output, and the gradients of tokens and sinks."""
     leaves: list[Any] = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
-    out = past_blocks.chosen_softmax(*leaves, **settings)
+    out = selected.chosen_softmax(*leaves, **settings)
     gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, [x for x in leaves if x.requires_grad], gradient)]
 
@@ -95,12 +95,12 @@ def test_equal_bits_for_any_number_of_threads() -> None:
 def test_the_core_reads_no_block_that_is_not_past() -> None:
     """Whatever the choices name: blocks of the future, and none at all, are not among the keys."""
     (q, k, v, choices, mask, _), settings = chosen(150, 150, 3, 16)
-    out = past_blocks.chosen_softmax(q, k, v, choices, mask, **settings)
+    out = selected.chosen_softmax(q, k, v, choices, mask, **settings)
     own = torch.arange(150)[:, None] // 16
     more = torch.cat([choices, own.expand(2, 2, -1, 1), torch.full_like(choices, 99)], -1)
-    assert torch.equal(past_blocks.chosen_softmax(q, k, v, more, mask, **settings), out)
+    assert torch.equal(selected.chosen_softmax(q, k, v, more, mask, **settings), out)
     with pytest.raises(RuntimeError, match="choices do not fit"):
-        past_blocks.chosen_softmax(q, k, v, choices[..., :-1, :], mask, **settings)
+        selected.chosen_softmax(q, k, v, choices[..., :-1, :], mask, **settings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

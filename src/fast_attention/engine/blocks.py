@@ -1,7 +1,7 @@
 """Splits sequences of any length into blocks and joins them again; overlapping slices; weights of shorter sequences.
 
 torch.export proves of a dynamic length neither that it divides into blocks nor that there is more than one of them. So
-while exporting, blocks are gathered by position, and one or two more of them, all padding, are kept.
+while exporting, blocks are gathered by position, and one or two more of them, all padding, are made.
 """
 
 from __future__ import annotations

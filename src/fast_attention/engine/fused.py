@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -91,6 +91,30 @@ def open_attention(
         visible = mask if visible is None else mask & visible
     weights = masks.masked_softmax(scores, visible, sinks)
     return (F.dropout(weights, dropout) if dropout else weights) @ v
+
+
+def blockwise_softmax(
+    q: Float[Tensor, "*batch blocks rows width"],
+    k: Float[Tensor, "*batch blocks span width"],
+    v: Float[Tensor, "*batch blocks span values"],
+    mask: Shaped[Tensor, "*#batch2 blocks #rows span"],
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Float[Tensor, "*batch blocks rows values"]:
+    """Softmax attention of every block of queries over its own keys; a query that sees nothing gets zeros.
+
+    The blocks stand where the fused kernels expect heads. A ``mask`` without leading axes is shared by all of them.
+    """
+    if exporting():  # the fused kernels ask how strides compare, and ONNX's take four axes
+        return open_attention(q, k, v, mask, dropout=dropout, scale=scale)
+    batch_shape = q.shape[:-3]
+    if not batch_shape:
+        return blockwise_softmax(q[None], k[None], v[None], mask, dropout=dropout, scale=scale)[0]
+    if mask.ndim > 3:
+        mask = mask.expand(*batch_shape, *mask.shape[-3:]).flatten(0, -4)
+    q, k, v = (x.flatten(0, -4) for x in (q, k, v))
+    return fused_attention(q, k, v, mask, dropout=dropout, scale=scale).unflatten(0, batch_shape)
 
 
 def biased_attention(

@@ -46,19 +46,6 @@ def by_head(
     return torch.bmm(_rows(x), W).unflatten(1, (*x.shape[:-3], x.shape[-2])).movedim(0, -3)
 
 
-def summed_by_head(
-    x: Float[Tensor, "*batch n features"],
-    y: Float[Tensor, "*batch n width"],
-    like: Float[Tensor, "*heads features width"],
-    *,
-    factor: float,
-) -> Float[Tensor, "*heads features width"]:
-    """``factor x^T y``, summed over the sequences to the shape of weights ``like``: their gradient in ``by_head``."""
-    if like.ndim != 3 or not short(x, y) or len(like) != x.shape[-3]:
-        return (x.mT @ y * factor).sum_to_size(like.shape)
-    return torch.bmm(_rows(x).mT, _rows(y)) * factor
-
-
 def _rows(x: Tensor) -> Tensor:
     """The tokens of all sequences, (..., H, n, E) as (H, ... n, E)."""
     return x.movedim(-3, 0).flatten(1, -2)

@@ -38,11 +38,11 @@ def append(cache: KVCache | None, k: Tensor, v: Tensor, key_mask: Tensor | None)
 def last(cache: KVCache, size: int) -> KVCache:
     """The last ``size`` tokens, moved unless they are most of their memory, or a long prompt would be kept alive."""
     start = max(cache.k.shape[-2] - size, 0)
-    k, v = (_kept(x[..., start:, :]) for x in (cache.k, cache.v))
+    k, v = (_compact(x[..., start:, :]) for x in (cache.k, cache.v))
     return KVCache(k, v, cache.visible[..., start:].clone())
 
 
-def _kept(x: Tensor) -> Tensor:
+def _compact(x: Tensor) -> Tensor:
     """A view (..., H, size, E), copied unless it is most of its memory, where the next tokens find room."""
     if x.numel() < _SMALL or _must_copy(x, x):
         return x.clone()

@@ -140,14 +140,14 @@ class Stateless(Node):
     def backward(self, gradients: Any, returned: Any, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:  # noqa: D102
         assert self._passes[1] is not None
         leaves = [x.detach().requires_grad_(one) for x, one in zip(tensors, wanted(present), strict=True)]
-        kept = returned[self._outputs :]
-        given = with_none(leaves, present), self.visible(returned), kept, gradients
+        saved = returned[self._outputs :]
+        given = with_none(leaves, present), self.visible(returned), saved, gradients
         found = self._passes[1](*given, **restored(*numbers))
         return [x for x, one in zip(found, present, strict=True) if one == WANTED]  # type: ignore[misc]
 
     def _results(self, run: Callable[..., Any], tensors: Any, present: Any, numbers: Any) -> list[Tensor]:
-        outputs, kept = run(*with_none(tensors, present), keep=any(wanted(present)), **restored(*numbers))
-        return [*outputs, *kept] if isinstance(outputs, tuple) else [outputs, *kept]
+        outputs, saved = run(*with_none(tensors, present), keep=any(wanted(present)), **restored(*numbers))
+        return [*outputs, *saved] if isinstance(outputs, tuple) else [outputs, *saved]
 
 
 Ends = tuple[list[Tensor], list[Tensor]]  # inputs and outputs
@@ -165,7 +165,7 @@ _graphs: WeakValueDictionary[int, _Graph] = WeakValueDictionary()
 
 
 def keep(ends: Ends, passed: Sequence[Tensor]) -> Tensor:
-    """The number of a graph from inputs to outputs, kept while this tensor is.
+    """The number of a graph from inputs to outputs, which lives while this tensor does.
 
     Args:
         ends: Its inputs and outputs.

@@ -68,8 +68,8 @@ def factor(x: Float[Tensor, "*sizes"], limit: float, *, rows: bool = False) -> T
         return x.new_ones(())
     size = x.detach().abs()
     top = size.amax(-1, keepdim=True) if rows else size.flatten().amax(0)  # ONNX has no amax of all axes
-    above = torch.log2(top / limit).ceil().clamp_min(0.0)
-    return torch.exp2(-above.masked_fill(~above.isfinite(), 0.0))
+    excess = torch.log2(top / limit).ceil().clamp_min(0.0)
+    return torch.exp2(-excess.masked_fill(~excess.isfinite(), 0.0))
 
 
 def nan_if_infinite(sums: Tensor) -> Tensor:

@@ -71,6 +71,6 @@ def gathered(
     return numbers + products.gather(-1, index.expand(*products.shape[:-1], index.shape[-1]))
 
 
-def toeplitz(x: Float[Tensor, "*lead n"], rows: int) -> Float[Tensor, "*lead rows span"]:
+def toeplitz(x: Float[Tensor, "*batch n"], rows: int) -> Float[Tensor, "*batch rows span"]:
     """Row r holds in column c the number ``c - r + rows - 1`` of ``n = rows + span - 1``."""
     return x.unfold(-1, x.shape[-1] - rows + 1, 1).flip(-2)

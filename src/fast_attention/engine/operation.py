@@ -44,11 +44,11 @@ class Fast:
     """A faster implementation of an operation.
 
     Args:
-        forward: ``(*tensors, keep, **settings) -> (outputs, kept)``: the reference's outputs, and what the backward
+        forward: ``(*tensors, keep, **settings) -> (outputs, saved)``: the reference's outputs, and what the backward
             pass needs beside inputs and outputs (normalisers, coarse states); ``()`` will do unless ``keep``.
-        backward: ``(inputs, outputs, kept, gradients, **settings)`` -> one gradient or None per input tensor; gradients
-            of outputs that nobody used are zeros. None: ``forward(*tensors, **settings) -> outputs`` is made of
-            operations that autograd follows.
+        backward: ``(inputs, outputs, saved, gradients, **settings)`` -> one gradient or None per input tensor;
+            gradients of outputs that nobody used are zeros. None: ``forward(*tensors, **settings) -> outputs`` is made
+            of operations that autograd follows.
         serves: ``(*tensors, **settings)`` -> why it does not serve, empty where it does; asked where tensors are
             ordinary and on its device.
         even: How many of the first tensors must have one dtype and equal leading sizes (all but the last two).
@@ -270,22 +270,22 @@ class _Function(torch.autograd.Function):
         ctx: Any, operation: Operation, fast: Fast, settings: dict[str, Any], *tensors: Tensor | None
     ) -> Any:  # fmt: skip
         ctx.precision = Precision.current(tensors)
-        outputs, kept = fast.forward(*tensors, keep=True, **settings)
+        outputs, saved = fast.forward(*tensors, keep=True, **settings)
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
         ctx.operation, ctx.fast, ctx.settings, ctx.sizes = operation, fast, settings, (len(tensors), len(flat))
-        ctx.save_for_backward(*tensors, *flat, *kept)
+        ctx.save_for_backward(*tensors, *flat, *saved)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         count, number = ctx.sizes
-        saved = ctx.saved_tensors
-        inputs, outputs, kept = saved[:count], saved[count : count + number], saved[count + number :]
+        stored = ctx.saved_tensors
+        inputs, outputs, saved = stored[:count], stored[count : count + number], stored[count + number :]
         with ctx.precision.restored():
             if torch.is_grad_enabled() or batched(gradients):
                 with torch.enable_grad():
                     return None, None, None, *_differentiable(ctx.operation, ctx.settings, inputs, gradients)
-            return None, None, None, *ctx.fast.backward(inputs, outputs, kept, gradients, **ctx.settings)
+            return None, None, None, *ctx.fast.backward(inputs, outputs, saved, gradients, **ctx.settings)
 
 
 def _differentiable(

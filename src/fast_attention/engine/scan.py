@@ -119,7 +119,7 @@ def _prefix_forward(x: Tensor, *, keep: bool) -> tuple[Tensor, tuple[Tensor, ...
 
 
 def _prefix_backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     return (accumulate_(gradients[0].clone(memory_format=torch.contiguous_format), backwards=True),)
 

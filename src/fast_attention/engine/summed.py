@@ -60,19 +60,19 @@ def forward(one: Pass, queries: Tensor, keys: Tensor, *, is_causal: bool) -> Ten
     return sums
 
 
-def backward(one: Pass, queries: Tensor, keys: Tensor, kept: Tensor, *, is_causal: bool) -> None:
-    """Runs ``read_vjp`` and ``terms_vjp`` over all chunks, ``kept`` being what ``forward`` returned."""
+def backward(one: Pass, queries: Tensor, keys: Tensor, saved: Tensor, *, is_causal: bool) -> None:
+    """Runs ``read_vjp`` and ``terms_vjp`` over all chunks, ``saved`` being what ``forward`` returned."""
     total = RunningSum()
     if is_causal:
         for i, at in reversed(list(enumerate(chunks(keys)))):
             sums = torch.cat(one.terms_again(at), -1)
-            sums[..., :1, :] += kept[..., i : i + 1, : sums.shape[-1]]
+            sums[..., :1, :] += saved[..., i : i + 1, : sums.shape[-1]]
             d_sums = torch.cat(one.read_vjp(at, accumulate_(sums)), -1)
             total.carry_(d_sums, backwards=True)
             one.terms_vjp(at, d_sums)
         return
     for at in chunks(queries):
-        total.add(*one.read_vjp(at, kept))
+        total.add(*one.read_vjp(at, saved))
     d_sums = total.row(keys)
     for at in chunks(keys):
         one.terms_again(at)

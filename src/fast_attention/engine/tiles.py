@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from fast_attention import core
 from fast_attention.engine import masks, trace
@@ -101,18 +100,32 @@ def blocks(length: int, keys: int, size: int, before: int, after: int, is_causal
 @lru_cache(256)
 def every_key(length: int, keys: int, is_causal: bool) -> Plan:
     """The plan of exact attention."""
+    return within(torch.tensor([[[0, keys]]]), length, keys, is_causal)
+
+
+def within(spans: Int[Tensor, "batch heads 2"], length: int, keys: int, is_causal: bool) -> Plan:
+    """The plan of exact attention to the keys from the first of a span up to its end."""
     row = torch.arange(0, length, MOST_ROWS)
     end = (row + MOST_ROWS).clamp(max=length)
     last = (end + (keys - length)).clamp(0, keys) if is_causal else torch.full_like(end, keys)
-    return _plan(row, end, torch.zeros_like(row), last, low=-FAR, high=keys - length if is_causal else FAR)
+    first, stop = spans[..., :1].expand(*spans.shape[:-1], len(row)), torch.minimum(last, spans[..., 1:])
+    return _plan(row, end, first, stop.maximum(first), low=-FAR, high=keys - length if is_causal else FAR)
+
+
+def spans(key_mask: Bool[Tensor, "*batch heads keys"]) -> Int[Tensor, "batch heads 2"]:
+    """The first key that each sequence's queries may see, and the one behind the last."""
+    seen = four_axes(key_mask[..., None])[..., 0].to(torch.int8)
+    keys = seen.shape[-1]
+    return torch.stack([seen.argmax(-1), (keys - seen.flip(-1).argmax(-1)) * seen.amax(-1)], -1)
 
 
 def _plan(row: Tensor, end: Tensor, first: Tensor, last: Tensor, *, low: int, high: int) -> Plan:
-    """One range for every tile."""
-    number = torch.arange(len(row))
-    tiles = torch.stack([row, end, number, number + 1], -1)[None, None]
+    """One range for every tile; of several lists of tiles ``first`` and ``last`` have two axes more."""
+    first, last = (x if x.ndim == 3 else x[None, None] for x in (first, last))
+    number = torch.arange(first.numel()).view(first.shape)
+    tiles = torch.stack([row.expand_as(number), end.expand_as(number), number, number + 1], -1)
     ranges = torch.stack([first, last, *(torch.full_like(first, x) for x in (low, high, 0, 1))], -1)
-    return Plan(tiles.int(), ranges.int())
+    return Plan(tiles.int(), ranges.flatten(0, -2).int())
 
 
 def chosen(
@@ -172,9 +185,10 @@ Plans = Callable[..., Plan]  # (q, k, *tables, **settings)
 
 
 def operation(
-    reference: Callable[..., Tensor] | None, plans: Plans, *, why: str | Callable[..., str] = "", path: str = "",
-    name: str = "softmax in tiles", sizes: Callable[..., dict[str, int]] | None = None,
-    serves: Callable[..., str] | None = None, cuda: Fast | None = None, empty: Callable[..., Tensor] | None = None,
+    reference: Callable[..., Tensor] | None, plans: Plans, *, why: str | Callable[..., str] = "",
+    path: str | Callable[..., str] = "", name: str = "softmax in tiles",
+    sizes: Callable[..., dict[str, int]] | None = None, serves: Callable[..., str] | None = None,
+    cuda: Fast | None = None, empty: Callable[..., Tensor] | None = None,
 ) -> Operation:  # fmt: skip
     """Softmax attention of tiles with a gradient.
 
@@ -195,30 +209,21 @@ def operation(
     def plain(*tensors: Any, dropout: float = 0.0, seed: int = 0, **settings: Any) -> Tensor:
         if reference is not None and not dropout:
             return reference(*tensors, **settings)
-        return _dense(*tensors[:7], plans=plans, tables=tensors[7:], dropout=dropout, seed=seed, **settings)
+        return _dense(plans, tensors, {"dropout": dropout, "seed": seed, **settings})
 
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
-        sinks: Tensor | None, *tables: Tensor, keep: bool, scale: float, first: int = 0, cap: float = 0.0,
-        dropout: float = 0.0, seed: int = 0, **settings: Any,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        plan = plans(q, k, *tables, **settings)
+    def forward(*tensors: Any, keep: bool, **settings: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        q, v = tensors[0], tensors[2]
         out, sums = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(*q.shape[:-1], 2, dtype=torch.float32)
-        call = _arguments(q, k, v, key_mask, numbers, vectors, sinks)
-        torch.ops.fast_attention_core.tiles_forward(
-            *call, *plan, first, scale, cap, dropout, seed, four_axes(out), sums
-        )  # fmt: skip
+        torch.ops.fast_attention_core.tiles_forward(*_arguments(plans, tensors, settings), four_axes(out), sums)
         return out, (sums,)
 
     def backward(
-        inputs: tuple[Any, ...], outputs: Tensors, kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...], *,
-        scale: float, first: int = 0, cap: float = 0.0, dropout: float = 0.0, seed: int = 0, **settings: Any,
+        inputs: tuple[Any, ...], outputs: Tensors, saved: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
+        **settings: Any,
     ) -> Tensors:  # fmt: skip
-        (q, k, v, key_mask, numbers, vectors, sinks), tables = inputs[:7], inputs[7:]
-        plan, (sums,), out = plans(q, k, *tables, **settings), kept, outputs[0]
+        (q, k, v, _, numbers, vectors, sinks, *tables), (sums,), out = inputs, saved, outputs[0]
         assert out is not None
-        dq = q.new_empty(q.shape)
-        call = _arguments(q, k, v, key_mask, numbers, vectors, sinks)
+        dq, call = q.new_empty(q.shape), _arguments(plans, inputs, settings)
         keys, values = call[1], call[2]
         dk, dv = (
             x.new_zeros(*x.shape[:-1], -(-x.shape[-1] // ALIGNED) * ALIGNED, dtype=torch.float32)
@@ -230,9 +235,8 @@ def operation(
             for x in (numbers, vectors)
         )
         torch.ops.fast_attention_core.tiles_backward(
-            *call, *plan, first, scale, cap, dropout, seed, four_axes(out), sums, four_axes(gradient[0]), four_axes(dq),
-            dk, dv, d_numbers, d_vectors,
-        )  # fmt: skip
+            *call, four_axes(out), sums, four_axes(gradient[0]), four_axes(dq), dk, dv, d_numbers, d_vectors
+        )
         d_terms = (
             None if d is None or x is None else d.sum(0).to(x.dtype)
             for d, x in ((d_numbers, numbers), (d_vectors, vectors))
@@ -262,26 +266,29 @@ def four_axes(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "batch h
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None,
-) -> tuple[Any, ...]:  # fmt: skip
+def _of_scores(settings: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """What scores and weights are made with, in the core's order, and the settings of the plan."""
+    others = {"first": 0, "scale": 1.0, "cap": 0.0, "dropout": 0.0, "seed": 0} | settings
+    return [others.pop(name) for name in ("first", "scale", "cap", "dropout", "seed")], others
+
+
+def _arguments(plans: Plans, tensors: tuple[Any, ...], settings: dict[str, Any]) -> list[Any]:
     """The first arguments of the core's operations."""
+    q, k, v, key_mask, *terms = tensors[:7]
+    numbers, of_plan = _of_scores(settings)
     mask = None
     if key_mask is not None and not bool(key_mask.all()):
         mask = four_axes(key_mask.contiguous().expand(*q.shape[:-2], k.shape[-2])[..., None])[..., 0]
-    terms = [None if x is None else x.detach().float().contiguous() for x in (numbers, vectors, sinks)]
-    return four_axes(q), four_axes(k), four_axes(v), mask, *terms
+    terms = [None if x is None else x.detach().float().contiguous() for x in terms]
+    return [*map(four_axes, (q, k, v)), mask, *terms, *plans(q, k, *tensors[7:], **of_plan), *numbers]
 
 
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, *, plans: Plans, tables: tuple[Tensor, ...], scale: float, first: int = 0, cap: float = 0.0,
-    dropout: float = 0.0, seed: int = 0, **settings: Any,
-) -> Tensor:  # fmt: skip
+def _dense(plans: Plans, tensors: tuple[Any, ...], settings: dict[str, Any]) -> Tensor:
     """Softmax attention over a plan with all scores at once and the core's random numbers."""
+    q, k, v, key_mask, numbers, vectors, sinks, *tables = tensors
+    (first, scale, cap, dropout, seed), of_plan = _of_scores(settings)
     length, keys, shape, dtype = q.shape[-2], k.shape[-2], (*q.shape[:-1], v.shape[-1]), q.dtype
-    counts = plans(q, k, *tables, **settings).counts(length, keys)
+    counts = plans(q, k, *tables, **of_plan).counts(length, keys)
     visible = counts > 0
     if key_mask is not None:
         visible = visible & four_axes(key_mask.expand(*q.shape[:-2], keys)[..., None])[..., 0][..., None, :]
@@ -300,8 +307,8 @@ def _dense(
             scores = scores + products.gather(-1, place.expand(*products.shape[:2], -1, -1)) * inside
     weights = masks.masked_softmax(scores + counts.clamp(min=1).to(scores).log(), visible, sinks)
     if dropout:
-        kept = keeps(seed, q.shape[0] * q.shape[1], length, keys, dropout).view(scores.shape)
-        weights = weights * kept / (1 - dropout)
+        keep = keeps(seed, q.shape[0] * q.shape[1], length, keys, dropout).view(scores.shape)
+        weights = weights * keep / (1 - dropout)
     return (weights @ v).view(shape).to(dtype)
 
 
@@ -326,15 +333,6 @@ def log_normalisers(sums: Float[Tensor, "*batch 2"]) -> Float[Tensor, "*batch"]:
     """The logarithms of normalisers, from the core's; infinity where a query sees nothing."""
     logs = (sums[..., 0] + sums[..., 1].log2()).mul_(math.log(2))
     return logs.masked_fill_(sums[..., 1] == 0, float("inf"))
-
-
-def shares(
-    log_sums: Float[Tensor, "*batch rows"], sinks: Float[Tensor, "*#batch #rows"]
-) -> Float[Tensor, "*batch rows"]:
-    """Weights that keys with these logarithmic normalisers keep beside sinks: the sigmoid, which torch's own loses at
-    e^-89.
-    """
-    return logsigmoid(log_sums - sinks).exp_()
 
 
 def sink_gradient(

@@ -14,8 +14,7 @@ from fast_attention.integrations.cache import StateLayer, layer_of
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanism import Mechanism
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.hybrid.by_length import exact_for
-from fast_attention.mechanisms.hybrid.by_length_rows import Part, covered
+from fast_attention.mechanisms.hybrid.by_length import Part, covered, exact_for
 from fast_attention.nn.bound import Bound
 
 CHILD = "fast_attention"  # what the module that holds a layer's mechanism is called in the attention module

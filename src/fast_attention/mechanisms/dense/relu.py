@@ -1,8 +1,7 @@
 """ReLU attention (Wortsman et al. 2023, and others): scores below zero get no weight at all.
 
-Attention by rectified scores, ``relu(q_i . k_j)^p``: tiles of queries against tiles of keys, no n x n table.
-
-No maximum is needed, so that tiles of keys simply add up; the backward pass forms every tile's scores again.
+Tiles of queries meet tiles of keys, and no table of all scores is made: no maximum is needed, so that tiles of keys
+simply add up. The backward pass forms every tile's scores again.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from fast_attention.traits import SCORES
 from fast_attention.value import at_least, one_of
 
 Power = Literal[1, 2]
-
-
-HEADS, QUERIES, KEYS = 2, 256, 512  # of a tile: a megabyte in float32
-
 Norm = Literal["sum", "length", "none"]
+NORMS: tuple[Norm, ...] = get_args(Norm)
+HEADS, QUERIES, KEYS = 2, 256, 512  # of a tile: a megabyte in float32
 
 
 class How(NamedTuple):
@@ -39,26 +36,32 @@ class How(NamedTuple):
 
     is_causal: bool
     norm: Norm
-    power: Literal[1, 2]
+    power: Power
     scale: float
     eps: float | Tensor
 
 
-def attend(
+def rectified_scores(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
     v: Float[Tensor, "*batch keys values"],
     key_mask: Bool[Tensor, "*#batch2 keys"] | None,
-    how: How,
+    *,
+    is_causal: bool,
+    norm: int,
+    power: Power,
+    scale: float,
+    eps: float,
 ) -> Float[Tensor, "*batch length values"]:
-    """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``; a row without a positive score gives zeros."""
+    """``relu_attention`` without an ``attn_mask``, with the number of its norm."""
+    how = How(is_causal, NORMS[norm], power, scale, eps)
     if traced():  # nobody may look whether the outputs are finite
         trace.record("all scores at once", "traced")
         return masked(q, k, v, key_mask, how=how)
     out = _tiled(q, k, v, key_mask, how=how)
     if how.norm != "sum" or numerics.finite(out):
         return out
-    q, k, v, how, smaller, _ = _within_room(q, k, v, how)
+    q, k, v, how, smaller, _ = _within_range(q, k, v, how)
     return _tiled(q, k, v, key_mask, how=how._replace(eps=float(how.eps))) / smaller
 
 
@@ -69,13 +72,13 @@ def masked(
     """All scores at once, under any mask, with dropout, brought down to where they fit before anybody has looked."""
     if how.norm != "sum":
         return whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
-    q, k, v, how, smaller, less = _within_room(q, k, v, how)
+    q, k, v, how, smaller, less = _within_range(q, k, v, how)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask * less
     return whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout) / smaller
 
 
-def _within_room(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How, Tensor, Tensor]:
+def _within_range(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How, Tensor, Tensor]:
     """Brought down to where no sum overflows, and by what v and the scores were; large queries feel no ``eps``."""
     less, rows = numerics.factor(k, 2.0 ** (28 / how.power)), numerics.factor(q, 2.0 ** (40 / how.power), rows=True)
     smaller = numerics.factor(v, 2.0**28)
@@ -111,14 +114,14 @@ def whole(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, keep: bool, how: How
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The outputs; kept: the n_i."""
+    """The outputs, and the n_i to be saved."""
     out = v.new_zeros((*q.shape[:-1], v.shape[-1]))
     n = _lengths(q, k, key_mask, how) if how.norm == "length" else q.new_full((*q.shape[:-1], 1), how.norm == "none")
     (qs, ks, vs), outs, ns = _heads(q, masks.drop(k, key_mask), v), out.flatten(0, -3), n.flatten(0, -3)
-    ahead = _ahead(q, k, how)
+    keys_before = _keys_before(q, k, how)
     for heads, rows in _rows(qs):
         queries, o, total = qs[heads, rows] * how.scale, outs[heads, rows], ns[heads, rows]
-        for keys, weights in _tiles(queries, ks[heads], rows, ahead):
+        for keys, weights in _tiles(queries, ks[heads], rows, keys_before):
             if how.power == 2:
                 weights.square_()
             if how.norm == "sum":
@@ -138,11 +141,11 @@ def _backward(
     d_inputs = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dqs, dks, dvs = (x.flatten(0, -3) for x in d_inputs)
     (qs, ks, vs), (os, gs, ns) = _heads(q, masks.drop(k, key_mask), v), _heads(outputs[0], gradients[0], saved[0])
-    ahead = _ahead(q, k, how)
+    keys_before = _keys_before(q, k, how)
     for heads, rows in _rows(qs):
         queries, g = qs[heads, rows] * how.scale, gs[heads, rows] / ns[heads, rows]
         shift = (g * os[heads, rows]).sum(-1, keepdim=True) if how.norm == "sum" else None
-        for keys, scores in _tiles(queries, ks[heads], rows, ahead):
+        for keys, scores in _tiles(queries, ks[heads], rows, keys_before):
             slopes = g @ vs[heads, keys].mT
             if shift is not None:
                 slopes.sub_(shift)
@@ -183,23 +186,23 @@ def _rows(q: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(first, first + few), slice(start, min(start + some, q.shape[1]))
 
 
-def _tiles(q: Tensor, k: Tensor, rows: slice, ahead: int | None) -> Iterator[tuple[slice, Tensor]]:
+def _tiles(q: Tensor, k: Tensor, rows: slice, keys_before: int | None) -> Iterator[tuple[slice, Tensor]]:
     """Tiles of keys that some of the queries see, and their rectified scores, zero where a key is not seen yet.
 
-    Causal with ``ahead`` keys before the first query; None: not causal.
+    Causal with ``keys_before`` keys before the first query; None: not causal.
     """
-    end = k.shape[1] if ahead is None else max(rows.stop + ahead, 0)
+    end = k.shape[1] if keys_before is None else max(rows.stop + keys_before, 0)
     workspace = q.new_empty(q.shape[0] * q.shape[1] * KEYS)
     for start in range(0, end, KEYS):
         stop = min(start + KEYS, end)
         scores = workspace[: q.shape[0] * q.shape[1] * (stop - start)].view(*q.shape[:2], stop - start)
         torch.bmm(q, k[:, start:stop].mT, out=scores).relu_()
-        if ahead is not None and stop > rows.start + ahead:
-            scores.tril_(rows.start + ahead - start)
+        if keys_before is not None and stop > rows.start + keys_before:
+            scores.tril_(rows.start + keys_before - start)
         yield slice(start, stop), scores
 
 
-def _ahead(q: Tensor, k: Tensor, how: How) -> int | None:
+def _keys_before(q: Tensor, k: Tensor, how: How) -> int | None:
     return k.shape[-2] - q.shape[-2] if how.is_causal else None
 
 
@@ -210,12 +213,9 @@ def _lengths(q: Tensor, k: Tensor, key_mask: Tensor | None, how: How) -> Tensor:
     if not how.is_causal:
         counts = counts.sum(-1, keepdim=True).expand(*counts.shape[:-1], q.shape[-2])
     else:
-        ahead = k.shape[-2] - q.shape[-2]
-        counts = F.pad(counts.cumsum(-1), (max(-ahead, 0), 0))[..., max(ahead, 0) :]
+        keys_before = k.shape[-2] - q.shape[-2]
+        counts = F.pad(counts.cumsum(-1), (max(-keys_before, 0), 0))[..., max(keys_before, 0) :]
     return counts.clamp(min=1.0)[..., None].contiguous()
-
-
-NORMS: tuple[Norm, ...] = get_args(Norm)
 
 
 def relu_attention(
@@ -249,15 +249,7 @@ def relu_attention(
     return in_float32(masked)(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
 
 
-def summed_scores(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *,
-    is_causal: bool, norm: int, power: Power, scale: float, eps: float,
-) -> Tensor:  # fmt: skip
-    """``attend`` with settings that are numbers."""
-    return attend(q, k, v, key_mask, How(is_causal, NORMS[norm], power, scale, eps))
-
-
-_attend = Operation(summed_scores, compute=torch.float32, empty=like_queries)
+_attend = Operation(rectified_scores, compute=torch.float32, empty=like_queries)
 
 
 @dataclass(frozen=True, repr=False)

@@ -154,7 +154,7 @@ def _backward(
     assert v is not None
     scores, g = Scores(*parts), gradients[0].contiguous()
     once = key_mask is None and (scores.R is None or (len(scores.R) == len(v) and g.shape[2] <= v.shape[2]))
-    dv, into = _grads(v, scores, once)
+    dv, grads = _grads(v, scores, once)
     mean, turned, length = (g * outputs[0]).sum(-1, keepdim=True), g.mT.contiguous(), g.shape[2]
     space, slopes = v.new_empty(2, _size(length, v.shape[2]) * v.shape[2])
     for block in _blocks(v, length, key_mask, is_causal):
@@ -165,10 +165,10 @@ def _backward(
             dv.mT[b, h, :, keys].addmm_(turned[b, h, :, rows], weights)
         slope = torch.mm(g[b, h, rows], v[b, h, keys].mT, out=slopes[: weights.numel()].view(weights.shape))
         slope.sub_(mean[b, h, rows])
-        spread(weights.mul_(slope), part, into.of(b, h, rows, keys), keys, once)
-        if into.R is not None and once:
-            into.R[b, h, rows, keys.stop :] = 0.0
-    return dv, None, *into
+        spread(weights.mul_(slope), part, grads.of(b, h, rows, keys), keys, once)
+        if grads.R is not None and once:
+            grads.R[b, h, rows, keys.stop :] = 0.0
+    return dv, None, *grads
 
 
 def _grads(v: Tensor, scores: Scores, once: bool) -> tuple[Tensor | None, Scores]:

@@ -95,21 +95,21 @@ def _concat_parts(parts: list[Tensor]) -> Tensor | None:
     return torch.cat([x.expand(*sizes, x.shape[-1]) for x in parts], -1)
 
 
-def spread(slope: Tensor, part: Scores, into: Scores, keys: slice, once: bool) -> None:
+def spread(slope: Tensor, part: Scores, grads: Scores, keys: slice, once: bool) -> None:
     """Add the gradients of a block's summands, ``slope`` being that of its scores."""
-    if into.Q is not None and part.K is not None:
-        into.Q.addmm_(slope, part.K)
-    if into.K is not None and part.Q is not None:
-        into.K.mT.addmm_(part.Q.mT, slope)
-    if into.R is not None:
+    if grads.Q is not None and part.K is not None:
+        grads.Q.addmm_(slope, part.K)
+    if grads.K is not None and part.Q is not None:
+        grads.K.mT.addmm_(part.Q.mT, slope)
+    if grads.R is not None:
         share = 1.0 if part.share is None else float(part.share)
-        torch.mul(slope, share, out=into.R) if once else into.R.add_(slope, alpha=share)
-    if into.share is not None and part.R is not None:
-        into.share.add_((slope * part.R).sum())
+        torch.mul(slope, share, out=grads.R) if once else grads.R.add_(slope, alpha=share)
+    if grads.share is not None and part.R is not None:
+        grads.share.add_((slope * part.R).sum())
     if part.X is not None and part.Y is not None:
         a, b = part.X.shape[1], part.Y.shape[1]
         whole = pad(slope, (keys.start, a * b - keys.stop)).unflatten(1, (a, b))
-        if into.X is not None:
-            into.X.add_((whole * part.Y[:, None, :]).sum(2))
-        if into.Y is not None:
-            into.Y.add_((whole * part.X[:, :, None]).sum(1))
+        if grads.X is not None:
+            grads.X.add_((whole * part.Y[:, None, :]).sum(2))
+        if grads.Y is not None:
+            grads.Y.add_((whole * part.X[:, :, None]).sum(1))

@@ -1,10 +1,7 @@
 """Softmax attention (Vaswani et al. 2017): every query weighs every key by the exponential of their dot product.
 
-Exact attention with sinks (OpenAI 2025, arXiv 2508.10925): a learned score of each head takes weight, with no value.
-
-``out_i = sum_j e^{s_ij} v_j / (sum_j e^{s_ij} + e^{sink_h})`` is exact attention's output times
-``sigmoid(log_sum_i - sink_h)``, so that torch's fused kernel serves: it gives its logarithmic normaliser, and given the
-one that holds the sink its gradient is right.
+With sinks (OpenAI 2025, arXiv 2508.10925) a learned score of each head takes weight, with no value:
+``out_i = sum_j e^{s_ij} v_j / (sum_j e^{s_ij} + e^{sink_h})``.
 """
 
 from __future__ import annotations
@@ -18,70 +15,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.biases.bias import Bias, BiasMixin
-from fast_attention.engine import heads, masks, operation, trace
-from fast_attention.engine.fused import flash_backward, flash_forward, fused_attention, open_attention, takes_flash
+from fast_attention.engine import heads, masks, operation, tiles, trace
+from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.offsets import Positions
-from fast_attention.engine.operation import Fast, Operation, Tensors
-from fast_attention.engine.tiles import shares, sink_gradient
 from fast_attention.gpu import patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.relative import relative_attention
 from fast_attention.mechanisms.dense.scores import Scores
 from fast_attention.traits import FUSED
-
-
-def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> str:
-    """Why the fused kernel cannot be used; empty where it can."""
-    if why := operation.unsupported_reason(q, k, v):
-        return why
-    if is_causal and q.shape[-2] != k.shape[-2]:
-        return "causal with fewer queries than keys"
-    flat = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-    low = q.dtype.itemsize < 4 or torch.is_autocast_enabled("cpu")
-    return "low precision" if low else "" if takes_flash(*flat, is_causal=is_causal) else "sizes that differ"
-
-
-def sink_attention(
-    q: Float[Tensor, "*batch heads length width"],
-    k: Float[Tensor, "*batch heads keys width"],
-    v: Float[Tensor, "*batch heads keys values"],
-    sinks: Float[Tensor, "heads"],
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Float[Tensor, "*batch heads length values"]:
-    """Exact attention without masks, whose every normaliser is larger by ``e^sink``; see ``unsupported_reason``."""
-    trace.record("torch's fused kernel", "its outputs are weighed against the sinks")
-    flat = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-    out = _sunk(*flat, sinks, is_causal=is_causal, scale=float(q.shape[-1] ** -0.5 if scale is None else scale))
-    return out.view(*q.shape[:-1], v.shape[-1])
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, is_causal: bool, scale: float) -> Tensor:
-    return open_attention(q, k, v, None, is_causal=is_causal, scale=scale, sinks=sinks)
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, keep: bool, is_causal: bool, scale: float
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    out, (log_sums,) = flash_forward(q, k, v, None, keep=keep, is_causal=is_causal, scale=scale)
-    out.mul_(shares(log_sums, sinks[:, None])[..., None])
-    return out, (torch.logaddexp(log_sums, sinks[:, None].to(log_sums.dtype)),) if keep else ()
-
-
-def _backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
-    *, is_causal: bool, scale: float,
-) -> Tensors:  # fmt: skip
-    q, k, v, sinks = inputs
-    sizes = {"is_causal": is_causal, "scale": scale}
-    gradients = flash_backward((q, k, v, None), outputs, saved, gradient, **sizes)
-    return *gradients[:3], sink_gradient(sinks, saved[0], gradient[0], outputs[0])
-
-
-_sunk = Operation(_plain, cpu=Fast(_forward, _backward))
 
 
 def softmax_attention(
@@ -106,9 +49,6 @@ def softmax_attention(
     """
     if bias is not None or sinks is not None:
         is_causal, key_mask = _needed(q, is_causal, key_mask)
-        plain = bias is None and key_mask is None and attn_mask is None and dropout == 0.0
-        if sinks is not None and plain and not unsupported_reason(q, k, v, is_causal=is_causal):
-            return sink_attention(q, k, v, sinks, is_causal=is_causal, scale=scale)
         masked = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout}
         return relative_attention(q, k, v, bias, sinks, scale=scale, **masked)
     if q.is_cpu and q.dtype == torch.float16:  # torch's kernel is slower there than both casts
@@ -127,6 +67,8 @@ def softmax_attention(
     why = "an attn_mask, dropout or low precision"
     if attn_mask is None and dropout == 0.0 and q.dtype.itemsize >= 4 and (is_causal or key_mask is not None):
         why = rows.against(v, length, at_least=2**18)
+        if not why and not tiles.against(q, k, v):
+            return relative_attention(q, k, v, None, is_causal=is_causal, key_mask=key_mask, scale=scale)
         if not why:
             scores = Scores(Q=q * (q.shape[-1] ** -0.5 if scale is None else scale), K=k)
             return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)

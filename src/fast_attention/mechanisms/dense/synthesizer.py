@@ -1,10 +1,4 @@
-"""Synthesizer (Tay et al. 2020): attention scores that no key takes part in, learned or drawn instead.
-
-Attends with a bias for each key, ``softmax(q_i . k_j + b_j) v``, by torch's fused kernel.
-
-Forward, the biases are a mask of one row. Backward the kernel gives no gradient of a mask, so that they are one more
-column of the keys there, against ones in the queries.
-"""
+"""Synthesizer (Tay et al. 2020): attention scores that no key takes part in, learned or drawn instead."""
 
 from __future__ import annotations
 
@@ -18,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import pad
 
-from fast_attention.engine import masks, operation, trace
+from fast_attention.engine import tiles, trace
 from fast_attention.engine.blocks import narrow
-from fast_attention.engine.fused import flash_backward, flash_forward, takes_flash
+from fast_attention.engine.fused import flash_forward, takes_flash
 from fast_attention.engine.heads import by_head
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.operation import Fast, Operation
@@ -29,6 +23,7 @@ from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import MaskedAttention, Shape, Traits
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.reference import synthesizer_attention
+from fast_attention.mechanisms.dense.relative import relative_attention
 from fast_attention.mechanisms.dense.scores import Scores, mixed
 from fast_attention.traits import SCORES
 from fast_attention.value import Value, at_least
@@ -144,61 +139,6 @@ def dense_scores(q: Float[Tensor, "*batch length width"], w: Layer, keys: int) -
     return Scores(Q=F.pad(q.relu(), (0, 1), value=1.0), K=table.mT)
 
 
-_MULTIPLE = 8  # of the wider columns
-
-
-def serves(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
-    """Whether the kernel takes these four-dimensional tensors, and outputs and gradients need no other form."""
-    if operation.unsupported_reason(q, k, v) or q.ndim != 4:
-        return False
-    if torch.is_autocast_enabled("cpu") or (is_causal and q.shape[-2] != k.shape[-2]):
-        return False
-    return q.shape[-1] == v.shape[-1] and takes_flash(q, k, v, is_causal=is_causal)
-
-
-def with_key_bias(
-    q: Float[Tensor, "batch heads length width"],
-    k: Float[Tensor, "batch heads keys width"],
-    v: Float[Tensor, "batch heads keys width"],
-    b: Float[Tensor, "batch heads keys"],
-    *,
-    is_causal: bool,
-) -> Float[Tensor, "batch heads length width"]:
-    """``softmax(Q K^T + 1 b^T) V``, causal among as many queries as keys."""
-    trace.record("torch's fused kernel", "the bias of a key is a mask of one row")
-    return _BIASED(q, k, v, b, is_causal=is_causal)
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, b: Tensor, *, is_causal: bool) -> Tensor:
-    scores = q @ k.mT + b[..., None, :]
-    mask = masks.causal(q.shape[-2], k.shape[-2], q.device) if is_causal else None
-    return masks.masked_softmax(scores, mask) @ v
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, b: Tensor, *, keep: bool, is_causal: bool
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    return flash_forward(q, k, v, b[..., None, :], keep=keep, is_causal=is_causal, scale=1.0)
-
-
-def _backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
-    *, is_causal: bool,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    q, k, v, b = inputs
-    width = q.shape[-1]
-    more = width // _MULTIPLE * _MULTIPLE + _MULTIPLE - width
-    ones = pad(q.new_ones(*q.shape[:-1], 1), (0, more - 1))
-    wide = torch.cat([q, ones], -1), torch.cat([k, pad(b[..., None], (0, more - 1))], -1), pad(v, (0, more))
-    out, gradient = pad(outputs[0], (0, more)), pad(gradients[0], (0, more))
-    grads = flash_backward((*wide, None), (out,), saved, (gradient,), is_causal=is_causal, scale=1.0)
-    dq, dk, dv = (x for x in grads if x is not None)
-    return dq[..., :width], dk[..., :width], dv[..., :width], dk[..., width]
-
-
-_BIASED = Operation(_plain, cpu=Fast(_forward, _backward))
-
-
 def dense_attention(
     q: Float[Tensor, "*batch length width"],
     v: Float[Tensor, "*batch keys values"],
@@ -207,13 +147,21 @@ def dense_attention(
     is_causal: bool,
     key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
-    """``softmax(relu(q_i) W + b) v``: long and without a mask by torch's fused kernel."""
-    if key_mask is None and not rows.against(v, q.shape[-2]):
-        k, b = narrow(w.W, v.shape[-2], axis=-1).mT, narrow(w.b, v.shape[-2], axis=-1)
-        k, b = k.contiguous().expand(*v.shape[:-2], *k.shape[-2:]), b.expand(v.shape[:-1])
-        if serves(q, k, v, is_causal=is_causal):
-            return with_key_bias(q.relu(), k, v, b, is_causal=is_causal)
-    return attend(v, dense_scores(q, w, v.shape[-2]), is_causal=is_causal, key_mask=key_mask)
+    """``softmax(relu(q_i) W + b) v``; long, by exact attention: columns of W are keys, b is a channel more of them."""
+    keys, few = v.shape[-2], rows.against(v, q.shape[-2])
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, v, *w))
+    if not few and key_mask is None and not is_causal and not trained:
+        k, b = narrow(w.W, keys, axis=-1).mT.contiguous(), narrow(w.b, keys, axis=-1)[:, None]
+        k = k.expand(*v.shape[:-2], *k.shape[-2:])
+        if takes_flash(q, k, v):
+            trace.record("torch's fused kernel", "the bias of a key is a mask of one row")
+            b = b.expand(len(v), -1, -1, -1)
+            return flash_forward(q.relu(), k, v, b, keep=False, is_causal=False, scale=1.0)[0]
+    scores = dense_scores(q, w, keys)
+    if few or tiles.against(q, v) or scores.Q is None or scores.K is None:
+        return attend(v, scores, is_causal=is_causal, key_mask=key_mask)
+    k = scores.K.contiguous().expand(*v.shape[:-2], -1, -1)
+    return relative_attention(scores.Q, k, v, None, is_causal=is_causal, key_mask=key_mask, scale=1.0)
 
 
 def outer_scores(q: Float[Tensor, "*batch length width"], w: LayerPair) -> Scores:

@@ -7,7 +7,7 @@ weights of its own, so that the projections, and all that is computed by exact a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -80,27 +80,16 @@ class Adapted(Attention[Deltas, Any]):
     def traits(self) -> Traits:  # type: ignore[override]
         """Traits of the mechanism, with weights to train; the output is no matrix times v where v is mapped."""
         inner = self.mechanism.traits
-        return Traits(
+        return replace(
+            inner,
             paper=f"{inner.paper}; Hu et al. 2021, arXiv 2106.09685",
             formula=f"{self.mechanism!r} of x + (x D) U for x in {self.adapts}, U begins at zero",
             cost=f"{inner.cost} + n d r",
-            complexity_exponent=inner.complexity_exponent,
             gpu=PARTS,
-            inputs=inner.inputs,
-            causal=inner.causal,
-            bidirectional=inner.bidirectional,
-            padding=inner.padding,
-            cross=inner.cross,
+            mask=False,
             rotary=inner.rotary and self.adapts == "v",
-            memory=inner.memory,
-            positions=inner.positions,
-            needs_max_len=inner.needs_max_len,
-            random=inner.random,
             matrix=inner.matrix and "v" not in self.adapts,
             learned=True,
-            compile=inner.compile,
-            export=inner.export,
-            sees_padding=inner.sees_padding,
             approximates=None,
         )
 

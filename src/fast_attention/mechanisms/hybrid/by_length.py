@@ -1,40 +1,180 @@
 """Attention by length: one mechanism (exact, say) for queries that see few keys, another for those that see many.
 
 Exact attention is the fastest there is for short sequences and the slowest for long ones: which of the two serves a
-query is decided by the number of keys that it may see.
+query is decided by the number of keys that it may see. What one of them need not compute is left out: causal rows by
+slices, whole sequences by gathering them out of the batch. Where operations are traced and lengths are open, both
+compute all rows, and exact attention reads no more than ``above`` keys for it.
 
-Decoding by length: the state of the mechanism for few keys until all sequences have more, then that of the other.
-
-Where the first is exact attention, whose cache holds all keys, the second reads them out of it when the first sequence
-crosses: before that the state is a cache, and when all have crossed, it is the second's alone.
+Decoding keeps the state of the mechanism for few keys until all sequences have more, then that of the other. Where the
+first is exact attention, whose cache holds all keys, the second reads them out of it when the first sequence crosses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.decoding import State
-from fast_attention.engine import trace
+from fast_attention.engine import masks, trace
 from fast_attention.engine.heads import repeated, viewed
 from fast_attention.engine.kv_cache import KVCache, append, concat_tokens
-from fast_attention.engine.tracing import traced
+from fast_attention.engine.tracing import exporting, traced
 from fast_attention.mechanism import Attention, Mixer, Places, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import Softmax, softmax_attention
-from fast_attention.mechanisms.hybrid import by_length_rows
-from fast_attention.mechanisms.hybrid.by_length_rows import Part, covered
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.traits import PARTS
 from fast_attention.value import at_least
 
-_READS: dict[tuple[bool, bool], Literal["qkv", "kv", "qv", "v"]] = {
-    (True, True): "qkv", (False, True): "kv", (True, False): "qv", (False, False): "v",
-}  # fmt: skip  # by whether queries and keys are read
+MISSING = 2**62  # the position of a visible key that does not exist
+FEW = "no more keys than above"
+
+
+class Part(NamedTuple):
+    """A mechanism with its weights."""
+
+    mechanism: Attention[Any, Any]
+    w: Any
+
+    @property
+    def exact(self) -> Softmax | None:
+        """Exact attention of dot products alone, wherever keys stand; None if it is another mechanism."""
+        return self.mechanism if isinstance(self.mechanism, Softmax) and self.mechanism.is_plain else None
+
+    @property
+    def streams_keys(self) -> bool:
+        """Whether its state of decoding follows from keys and values that another mechanism has cached."""
+        traits = self.mechanism.traits
+        return traits.memory in ("constant", "window") and traits.inputs in ("qkv", "kv")
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """Outputs of the part."""
+        return self.mechanism.attend(q, k, v, self.w, is_causal=is_causal, key_mask=key_mask)
+
+    def last(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: int) -> Tensor:
+        """Causal outputs of the part for all queries from number ``first`` on."""
+        traits = self.mechanism.traits
+        if not traits.cross or traits.needs_max_len:  # weights of a longest sequence count from the first query
+            return self(q, k, v, is_causal=True, key_mask=key_mask)[..., first:, :]
+        return self(q[..., first:, :], k, v, is_causal=True, key_mask=key_mask)
+
+
+def _attend_rows(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width_of_keys"],
+    v: Float[Tensor, "*batch keys values"],
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None,
+    short: Part,
+    long: Part,
+    *,
+    above: int,
+    is_causal: bool,
+) -> Float[Tensor, "*batch length values"]:
+    """Row i of ``short`` where query i may see at most ``above`` keys, of ``long`` elsewhere."""
+    if exporting() or (key_mask is not None and k.shape[-2] > above and traced()):
+        trace.record("both, and of each row one", "traced: numbers of visible keys are not known", above=above)
+        return _all_rows(q, k, v, key_mask, short, long, above=above, is_causal=is_causal)
+    if k.shape[-2] <= above:
+        trace.record(short.mechanism.expression, FEW, above=above)
+        return covered(q, k, v, key_mask, short, is_causal=is_causal)
+    before = k.shape[-2] - q.shape[-2]
+    if key_mask is None and (not is_causal or before >= above):
+        trace.record(long.mechanism.expression, "every query sees more keys than above", above=above)
+        return long(q, k, v, is_causal=is_causal, key_mask=None)
+    if key_mask is None:
+        path = f"{short.mechanism.expression}, then {long.mechanism.expression}"
+        trace.record(path, "causal: by the query's position", above=above)
+        number = above - before
+        early = short(q[..., :number, :], k[..., :above, :], v[..., :above, :], is_causal=True, key_mask=None)
+        return torch.cat([early, long.last(q, k, v, None, number)], -2)
+    few = (key_mask.sum(-1) <= above).expand(*q.shape[:-3], 1).flatten()
+    if bool(few.all()):
+        return short(q, k, v, is_causal=is_causal, key_mask=key_mask)
+    if not bool(few.any()):
+        return _long(q, k, v, key_mask, short, long, above=above, is_causal=is_causal)
+    trace.record("sequences apart by their visible keys", "some are short", short=int(few.sum()), above=above)
+    batch, groups = q.shape[:-3], [x.nonzero()[:, 0] for x in (few, ~few)]
+    mask = key_mask.expand(*batch, *key_mask.shape[-2:])
+    (q, k, v, mask), (a, b) = (x.reshape(-1, *x.shape[len(batch) :]) for x in (q, k, v, mask)), groups
+    outputs = [
+        short(q[a], k[a], v[a], is_causal=is_causal, key_mask=mask[a]),
+        _long(q[b], k[b], v[b], mask[b], short, long, above=above, is_causal=is_causal),
+    ]
+    return torch.cat(outputs)[torch.cat(groups).argsort()].unflatten(0, batch)
+
+
+def covered(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, short: Part, *, is_causal: bool) -> Tensor:
+    """The outputs of ``short`` for all rows.
+
+    Exact attention with a mask is torch's own kernel, also where blocks of rows are faster: a model that was swapped
+    gives the numbers that it gave, to the bit. With gradients the kernel's mask would hold a number for every pair.
+    """
+    if key_mask is None:
+        return short(q, k, v, is_causal=is_causal, key_mask=None)
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    exact = short.exact
+    if exact is None or traced() or wanted or bool(key_mask.all()):
+        return short(q, k, v, is_causal=is_causal, key_mask=key_mask)
+    length, keys = q.shape[-2], k.shape[-2]
+    visible = masks.visible(length, keys, is_causal=is_causal and length > 1, key_mask=key_mask, device=q.device)
+    return softmax_attention(q, k, v, attn_mask=visible, scale=exact.scale)
+
+
+def _long(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, short: Part, long: Part, *, above: int, is_causal: bool
+) -> Tensor:
+    """Sequences with more than ``above`` visible keys: causal, their first rows are those of ``short``."""
+    if not is_causal:
+        return long(q, k, v, is_causal=False, key_mask=mask)
+    few = _counts(mask, q.shape[-2]) <= above
+    rows = few.sum(-1)
+    first, end = int(rows.min()), int(rows.max())
+    if not end:
+        return long(q, k, v, is_causal=True, key_mask=mask)
+    keys = end + k.shape[-2] - q.shape[-2]  # negative where these queries stand before the first key
+    late = long.last(q, k, v, mask, first)
+    if keys <= 0:
+        return F.pad(late, (0, 0, first, 0))
+    early = short(q[..., :end, :], k[..., :keys, :], v[..., :keys, :], is_causal=True, key_mask=mask[..., :keys])
+    between = torch.where(few[..., first:end, None], early[..., first:, :], late[..., : end - first, :])
+    return torch.cat([early[..., :first, :], between, late[..., end - first :, :]], -2)
+
+
+def _all_rows(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, short: Part, long: Part, *, above: int, is_causal: bool
+) -> Tensor:
+    """All rows of both, one of which is taken: in operations that do not depend on how many keys are visible."""
+    mask = torch.ones_like(k[..., :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask
+    number = _counts(mask, q.shape[-2]) if is_causal else mask.sum(-1, keepdim=True)
+    if (exact := short.exact) is not None:
+        early = _exact(q, k, v, mask, exact, above, is_causal=is_causal)
+    else:
+        early = short(q, k, v, is_causal=is_causal, key_mask=key_mask)
+    return torch.where((number <= above)[..., None], early, long(q, k, v, is_causal=is_causal, key_mask=key_mask))
+
+
+def _counts(mask: Bool[Tensor, "*batch keys"], length: int) -> Int[Tensor, "*batch length"]:
+    """How many of the keys each of the last ``length`` positions may see, causally."""
+    number, position = mask.cumsum(-1), torch.arange(length, device=mask.device) + (mask.shape[-1] - length)
+    return number[..., position.clamp(min=0)].masked_fill(position < 0, 0)
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, short: Softmax, most: int, *, is_causal: bool) -> Tensor:
+    """Softmax over the first ``most`` visible keys of every sequence, which are brought together."""
+    keys = mask.shape[-1]
+    position = torch.where(mask, torch.arange(keys, device=mask.device), MISSING)
+    position = F.pad(position, (0, most), value=MISSING).sort(-1).values[..., :most]
+    index = position.clamp(max=keys - 1)[..., None]
+    k, v = (x.gather(-2, index.expand(*x.shape[:-2], most, x.shape[-1])) for x in (k, v))
+    if not is_causal:
+        return softmax_attention(q, k, v, key_mask=position < MISSING, scale=short.scale)
+    visible = torch.arange(most, device=mask.device) < _counts(mask, q.shape[-2])[..., None]
+    return softmax_attention(q, k, v, attn_mask=visible, scale=short.scale)
 
 
 class Weights(NamedTuple):
@@ -42,9 +182,6 @@ class Weights(NamedTuple):
 
     short: Any
     long: Any
-
-
-Given = Weights | tuple[()]  # where neither has weights, none need be given
 
 
 class ByLengthState(NamedTuple):
@@ -120,24 +257,24 @@ def advance(
         trace.record(long.mechanism.expression, "every sequence has more keys than above", above=above)
         out, late = new.after(long, state.long)
         return out, ByLengthState(state.count, None, late)
-    held = ByLengthState(0, None, None) if state is None else state
-    rows, length = NewRows.of(held.count, new.key_mask, new.v, above), new.v.shape[-2]
-    early, after = new.some(0, rows.end).after(short, held.short) if rows.end else (None, held.short)
-    late, readable = held.long, _readable(short, long)
-    if readable and late is None and held.short is not None and rows.first < length:
+    state = ByLengthState(0, None, None) if state is None else state
+    rows, length = NewRows.of(state.count, new.key_mask, new.v, above), new.v.shape[-2]
+    early, after = new.some(0, rows.end).after(short, state.short) if rows.end else (None, state.short)
+    late, readable = state.long, isinstance(short.mechanism, Softmax) and long.streams_keys
+    if readable and late is None and state.short is not None and rows.first < length:
         trace.record(f"{long.mechanism.expression} reads the cache", "a sequence has more keys than above", above=above)
-        k, v = _read(long, new.q.shape[-3], *held.short[:2])
-        late = NewTokens(k, k, v, held.short.visible).read_by(long, None)
+        k, v = _read(long, new.q.shape[-3], *state.short[:2])
+        late = NewTokens(k, k, v, state.short.visible).read_by(long, None)
     if rows.first and (rows.first < length or late is not None or not readable):
         late = new.some(0, rows.first).read_by(long, late)
     outs = [] if early is None else [early[..., : rows.first, :]]
     if rows.first < length:
         out, late = new.some(rows.first, length).after(long, late)
-        both = rows.end - rows.first
+        number = rows.end - rows.first
         if early is not None and rows.few is not None:
             few = rows.few[..., rows.first : rows.end, None]
-            outs.append(torch.where(few, early[..., rows.first :, :], out[..., :both, :]))
-        outs.append(out[..., both:, :])
+            outs.append(torch.where(few, early[..., rows.first :, :], out[..., :number, :]))
+        outs.append(out[..., number:, :])
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -2)
     return out, ByLengthState(rows.count, after if rows.end == length else None, late)
 
@@ -151,11 +288,13 @@ def exact_step(
     """
     if not isinstance(state, ByLengthState) or not isinstance(state.count, int) or state.long is not None:
         return None
-    count, held = state.count + k.shape[-2], state.short
-    if count > above or not isinstance(held, KVCache) or k.dtype != held.k.dtype or k.shape[:-2] != held.k.shape[:-2]:
+    count, cache = state.count + k.shape[-2], state.short
+    if count > above or not isinstance(cache, KVCache):
         return None
-    keys, values = concat_tokens(held.k, k), concat_tokens(held.v, v)
-    visible = held.visible[..., :1].expand(*held.visible.shape[:-1], count)  # all are
+    if k.dtype != cache.k.dtype or k.shape[:-2] != cache.k.shape[:-2]:
+        return None
+    keys, values = concat_tokens(cache.k, k), concat_tokens(cache.v, v)
+    visible = cache.visible[..., :1].expand(*cache.visible.shape[:-1], count)  # all are
     cache = KVCache(keys, values, visible)
     if q.shape[-2] == 1 and not torch.is_grad_enabled() and q.dtype != torch.float16:
         trace.record("torch's fused kernel", "one query that sees all keys")
@@ -174,15 +313,8 @@ def _read(part: Part, heads: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     return k, v
 
 
-def _readable(short: Part, long: Part) -> bool:
-    """Whether the state of ``long`` follows from the keys and values that the state of ``short`` holds."""
-    traits = long.mechanism.traits
-    is_read = traits.memory in ("constant", "window") and traits.inputs in ("qkv", "kv")
-    return is_read and isinstance(short.mechanism, Softmax)
-
-
 @dataclass(frozen=True, repr=False)
-class ByLength(Attention[Given, ByLengthState]):
+class ByLength(Attention[Any, ByLengthState]):
     """One mechanism for queries that see at most ``above`` keys, another for queries that see more.
 
     Query i, which may see n_i keys (masked ones do not count, itself does), gets row i of ``short`` where
@@ -236,20 +368,20 @@ class ByLength(Attention[Given, ByLengthState]):
         """The weights of both."""
         return Weights(self.short.weights(shape), self.long.weights(shape))
 
-    def redrawn(self, w: Given, shape: Shape) -> Weights:
+    def redrawn(self, w: Any, shape: Shape) -> Weights:
         """The weights of both with their random tensors drawn again."""
         return Weights(*(part.mechanism.redrawn(part.w, shape) for part in self._parts(w)))
 
-    def heads_of(self, w: Given) -> int | None:
+    def heads_of(self, w: Any) -> int | None:
         """The heads that the weights of either are for."""
         heads = [part.mechanism.heads_of(part.w) for part in self._parts(w) if part.mechanism.needs_weights]
         return next((number for number in heads if number is not None), None)
 
-    def calibrated(self, q: Tensor, k: Tensor, w: Given, *, key_mask: Tensor | None = None) -> Weights:
+    def calibrated(self, q: Tensor, k: Tensor, w: Any, *, key_mask: Tensor | None = None) -> Weights:
         """The weights of both suited to these queries and keys."""
         return Weights(*(part.mechanism.calibrated(q, k, part.w, key_mask=key_mask) for part in self._parts(w)))
 
-    def _parts(self, w: Given) -> tuple[Part, Part]:
+    def _parts(self, w: Any) -> tuple[Part, Part]:
         short, long = w or ((), ())
         return Part(self.short, short), Part(self.long, long)
 
@@ -258,13 +390,20 @@ class ByLength(Attention[Given, ByLengthState]):
         """Whether ``short`` does: ``long`` gets repeated heads."""
         return self.short.shares_cache
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Given, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Row i of ``short`` where query i sees at most ``above`` keys, of ``long`` elsewhere."""
         short, long = self._parts(w)
-        return by_length_rows.attend(q, k, v, key_mask, short, long, above=self.above, is_causal=is_causal)
+        return _attend_rows(q, k, v, key_mask, short, long, above=self.above, is_causal=is_causal)
 
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Given, state: ByLengthState | None, *, key_mask: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: Any,
+        state: ByLengthState | None,
+        *,
+        key_mask: Tensor | None,
     ) -> tuple[Tensor, ByLengthState]:
         """Attend with the new tokens, those up to ``above`` by ``short``; keep what later ones need."""
         short, long = self._parts(w)
@@ -286,7 +425,7 @@ def exact_for(mechanism: Attention[Any, Any], keys: int) -> Softmax | None:
     while isinstance(mechanism, ByLength):
         if keys > mechanism.above:
             return None
-        by_length_rows.record_short(mechanism.short, mechanism.above)
+        trace.record(mechanism.short.expression, FEW, above=mechanism.above)
         mechanism = mechanism.short
     return mechanism if isinstance(mechanism, Softmax) and mechanism.is_plain else None
 
@@ -296,7 +435,9 @@ def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int)
     a, b = short.traits, long.traits
     growing, streams = "growing" if b.memory == "growing" else "window", None not in (a.memory, b.memory)
     learned, target = a.learned or b.learned, b.approximates
-    approximates = target if target in (type(short).__name__, a.approximates) and not learned else None
+    inputs: Any = "".join(name for name in "qkv" if name in a.inputs + b.inputs)
+    shared = ("causal", "bidirectional", "padding", "cross", "rotary", "matrix", "compile", "export")
+    either = ("needs_max_len", "random", "sees_padding")
     places: list[Places] = [a.positions, b.positions]
     return Traits(
         paper=f"a rule over mechanisms: {a.paper}; {b.paper}",
@@ -304,20 +445,11 @@ def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int)
         cost=f"{a.cost} up to {above} tokens, {b.cost} beyond",
         complexity_exponent=b.complexity_exponent,
         gpu=PARTS,
-        inputs=_READS["q" in a.inputs + b.inputs, "k" in a.inputs + b.inputs],
-        causal=a.causal and b.causal,
-        bidirectional=a.bidirectional and b.bidirectional,
-        padding=a.padding and b.padding,
-        cross=a.cross and b.cross,
-        rotary=a.rotary and b.rotary,
+        inputs=inputs,
         memory=growing if streams else None,
         positions=max(places, key=get_args(Places).index),
-        needs_max_len=a.needs_max_len or b.needs_max_len,
-        random=a.random or b.random,
-        matrix=a.matrix and b.matrix,
         learned=learned,
-        compile=a.compile and b.compile,
-        export=a.export and b.export,
-        sees_padding=a.sees_padding or b.sees_padding,
-        approximates=approximates,
+        approximates=target if target in (type(short).__name__, a.approximates) and not learned else None,
+        **{name: getattr(a, name) and getattr(b, name) for name in shared},
+        **{name: getattr(a, name) or getattr(b, name) for name in either},
     )

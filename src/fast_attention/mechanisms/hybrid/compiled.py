@@ -19,7 +19,6 @@ from fast_attention.engine.precision import widen
 from fast_attention.engine.tiles import four_axes
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.mechanisms.hybrid import reference
-from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear.compiled import EXPONENTIAL, number_of
 from fast_attention.mechanisms.linear.kernelised import CoreMap, TokenMap, token_features
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
@@ -90,7 +89,7 @@ def _plain(
         return TokenMap(lambda x: token_features(x, some, bias, hyperbolic=False, factor=factor))
 
     pair = of(rows, 0.0 if rows is None else -math.log(rows.shape[-2])), of(key_rows, 0.0)
-    sinks = SinkTokens.at(position, k, v)
+    sinks = reference.SinkTokens.at(position, k, v)
     return reference.attend(
         q, k, v, others, sinks, near, pair, start=k.shape[-2] - q.shape[-2], is_causal=is_causal,
         bias=_positions(numbers, near), learned_sinks=learned,
@@ -134,9 +133,9 @@ class _Sizes:
         q, k, v, rows, (block, *_, number) = *call[:3], call[10], call[15]
         self.heads, length, keys = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
         self.features = rows.shape[2] if number == EXPONENTIAL else q.shape[3]
-        together = 1 if block > 128 else 8 if block < 32 else 256 // block
+        section = 1 if block > 128 else 8 if block < 32 else 256 // block
         queries, key_blocks = (keys - 1) // block - (keys - length) // block + 1, -(-keys // block)
-        self.queries, self.keys = -(-queries // together), -(-key_blocks // together)
+        self.queries, self.keys = -(-queries // section), -(-key_blocks // section)
         padded = -(-self.features // 32) * 32
         state = self.heads * padded * (-(-v.shape[3] // 32) * 32 + 2)
         self.sums, self.gradients = (key_blocks + 2 * self.queries) * state, (queries + 2 * self.keys) * state

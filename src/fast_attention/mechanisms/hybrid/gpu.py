@@ -20,8 +20,7 @@ from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanisms.hybrid import reference
-from fast_attention.mechanisms.hybrid.reference import FarSums, Plan, block_sums, sums_outside
-from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
+from fast_attention.mechanisms.hybrid.reference import FarSums, Plan, SinkTokens, block_sums, sums_outside
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.reference import masked_keys
@@ -113,7 +112,3 @@ def _sinks(near: BlockLocal, q: Tensor, sinks: SinkTokens, start: int, *, is_cau
 
 def _first(log_scale: Tensor | None) -> Tensor | None:
     return None if log_scale is None else log_scale[..., :1]
-
-
-def _split_row(x: Tensor | None, block: int) -> Tensor | None:
-    return None if x is None else split(x[..., None], block)[..., 0]

@@ -3,19 +3,17 @@
 The window with a linear remainder is that of LoLCATs (Zhang et al. 2024, arXiv 2410.10254); first tokens kept exact are
 the attention sinks of StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
 
-Hybrid attention whose near keys are those of chosen blocks: the others enter as the sums of whole blocks.
-
-Chosen blocks with a linear remainder are those of SLA (Zhang et al. 2025, arXiv 2509.24006) and of SPLA (arXiv
-2601.22379), which subtracts the chosen blocks from the sums of all. Here the sums of the others are added up, by a
-matrix of zeros and ones between blocks of queries and of keys: subtracting leaves only rounding where the chosen blocks
-hold nearly all of the weight, and the far part may then even be negative.
+Where near keys are those of chosen blocks, the others enter as the sums of whole blocks, as in SLA (Zhang et al. 2025,
+arXiv 2509.24006) and SPLA (arXiv 2601.22379), which subtracts the chosen blocks from the sums of all. Here the sums of
+the others are added up, by a matrix of zeros and ones between blocks of queries and of keys: subtracting leaves only
+rounding where the chosen blocks hold nearly all of the weight, and the far part may then even be negative.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,16 +32,15 @@ from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.hybrid import compiled, gpu, reference
 from fast_attention.mechanisms.hybrid.compiled import OutOfRangeError
-from fast_attention.mechanisms.hybrid.reference import FarSums, attend_near, block_sums
-from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
+from fast_attention.mechanisms.hybrid.reference import FarSums, SinkTokens, attend_near, block_sums
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.reference import masked_keys
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
+from fast_attention.mechanisms.sparse.gathered import take
 from fast_attention.mechanisms.sparse.local import Local
-from fast_attention.mechanisms.sparse.reference import take
 from fast_attention.mechanisms.sparse.selected import Selected, of_blocks
 from fast_attention.traits import NEAR_FAR
 from fast_attention.value import at_least
@@ -57,10 +54,9 @@ class HybridState(NamedTuple):
     sinks: SinkTokens
 
 
-@in_float32
-def attend(
+def attend_chosen(
     q: Tensor, k: Tensor, v: Tensor, w: Any, learned_sinks: Tensor | None, near: Selected, far: Kernelised[Any],
-    *, first: int, last: int, key_mask: Tensor | None,
+    sinks: SinkTokens, others: Tensor, *, key_mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Outputs over the blocks that each block of queries chose, the sink tokens, and the sums of all other blocks.
 
@@ -68,12 +64,11 @@ def attend(
     """
     size, (phi_q, phi_k) = near.block_size, far.per_token(w)
     table = of_blocks(q, k, key_mask, size=size, topk=near.topk)
-    sinks, others = SinkTokens.of(k, v, append(None, k, v, key_mask).visible, first=first, last=last)
     sinks = SinkTokens(sinks.k[..., None, :, :], sinks.v[..., None, :, :], sinks.position[..., None, :])
     queries, keys = phi_q(q), masked_keys(phi_k, k, others)
     row = None if queries.log_scale is None else split_row(queries.log_scale, size)
     sums = block_sums(keys, v, start=0, block=size, number=count(k.shape[-2], size))
-    sums = _without(sums, table)
+    sums = _sums_of_others(sums, table)
     chosen, visible = table.clamp(min=0), split_mask(others, size)
     visible = visible.expand(*k.shape[:-2], *visible.shape[-2:])[..., None]
     visible = ((table >= 0)[..., None] & take(visible, chosen)[..., 0]).flatten(-2)
@@ -92,7 +87,7 @@ def attend(
     return join(out, q.shape[-2])
 
 
-def _without(blocks: FarSums, table: Tensor) -> FarSums:
+def _sums_of_others(blocks: FarSums, table: Tensor) -> FarSums:
     """For every block of queries the sums of all blocks of keys that ``table`` (..., blocks, choices) does not name."""
     number = blocks.log_scale.shape[-1]
     numbers = torch.arange(number, device=table.device)
@@ -103,9 +98,6 @@ def _without(blocks: FarSums, table: Tensor) -> FarSums:
     return FarSums((weights @ blocks.sums.flatten(-2)).unflatten(-1, blocks.sums.shape[-2:]), largest)
 
 
-State = TypeVar("State")
-
-
 class HybridWeights(NamedTuple):
     """The weights of the far part, and those of the near part's bias and sinks."""
 
@@ -113,11 +105,60 @@ class HybridWeights(NamedTuple):
     near: Any
 
 
-class NearFar(Attention[Any, State]):
-    """Two parts under one normaliser."""
+@dataclass(frozen=True, repr=False)
+class Hybrid(Attention[Any, HybridState]):
+    """Exact weights for near keys and for the first and last ones, estimated weights for all others, one normaliser.
 
-    near: BlockLocal | Selected
-    far: Kernelised[Any]
+    ``out_i = sum_j a_ij v_j / sum_j a_ij`` with ``a_ij = exp(q_i . k_j / sqrt(d))`` where query i sees key j through
+    ``near`` or key j is one of the first and last keys (sink tokens), and ``a_ij = phi_q(q_i) . phi_k(k_j)`` with the
+    feature maps of ``far`` for the others that query i may see. A ``far`` that estimates or learns softmax has weights
+    of the size of the exact ones; the kernels of ``LinearAttention``, such as elu + 1, have a size of their own. A
+    window over everything is softmax.
+
+    Args:
+        near: The neighbouring blocks. ``Selected`` takes the blocks that matter most, and is not causal here. Its
+            ``scale`` serves both parts; its ``bias`` acts on near keys that are no sink tokens.
+        far: The linear attention whose maps estimate the rest; its ``eps`` is not used. Its weights are those of this
+            mechanism.
+        first: Visible keys at the beginning that every query weighs exactly.
+        last: Visible keys at the end that every query weighs exactly; none where causal.
+    """
+
+    near: BlockLocal | Selected = BlockLocal()  # noqa: RUF009
+    far: Kernelised[Any] = FavorPlus()  # noqa: RUF009
+    first: int = 1
+    last: int = 1
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """The far part decides whether weights are trained or drawn; chosen blocks are not causal."""
+        return self._traits
+
+    _traits = Traits(paper="", formula="", cost="", complexity_exponent=1.0)  # of each value, set when it is made
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        message = f"Hybrid(near={self.near!r}, far={self.far!r})"
+        if isinstance(self.near, Local):
+            size = max(*self.near.sides, 1)
+            raise ValueError(
+                f"{message}: a sliding window beside a far part is gone. What would work: "
+                f"near=BlockLocal(block_size={size}), which sees every key that this window sees, and more"
+            )
+        if not isinstance(self.near, BlockLocal | Selected):
+            raise ValueError(f"{message}: near must be BlockLocal() or Selected()")
+        if isinstance(self.bias, TransformerXL):
+            raise ValueError(f"{message}: near takes ALiBi() or T5Buckets(), as far keys meet no vectors of positions")
+        if not isinstance(self.far, Kernelised):
+            raise ValueError(f"{message}: far must be linear: LinearAttention, FavorPlus or LearnedFeatures")
+        if self.far.signed:
+            raise ValueError(
+                f"{message}: far may give negative weights, and their sum with the exact ones could be zero: take "
+                "FavorPlus() or a feature map that is never negative"
+            )
+        at_least(self, "first", self.first, 0)
+        at_least(self, "last", self.last, 0)
+        object.__setattr__(self, "_traits", _declared(self.near, self.far.traits))
 
     @property
     def needs_weights(self) -> bool:
@@ -171,108 +212,6 @@ class NearFar(Attention[Any, State]):
         """Numbers that scores of near keys gain by their distance."""
         return None if isinstance(self.near, Selected) else self.near.bias
 
-
-def declared(near: BlockLocal | Selected, far: Traits) -> Traits:
-    """The far part decides whether weights are trained or drawn; chosen blocks are not causal; sinks are learned."""
-    traits = by_choice(far) if isinstance(near, Selected) else by_window(far, near.bias)
-    return learned_sinks.learned(traits) if near.sinks else traits
-
-
-def by_window(far: Traits, bias: Bias | None = None) -> Traits:
-    """The far part decides what is approximated; a bias may be learned."""
-    return Traits(
-        paper="Zhang et al. 2024, arXiv 2410.10254 (window, linear remainder); Xiao et al. 2023, arXiv 2309.17453",
-        formula="softmax over near, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
-        cost="n (w + m) d",
-        complexity_exponent=1.0,
-        gpu=NEAR_FAR,
-        causal=True,
-        padding=True,
-        cross=True,
-        rotary=far.rotary,
-        memory="window",
-        positions="absolute",
-        random=far.random,
-        learned=far.learned or (bias is not None and bias.learned),
-        approximates=far.approximates if bias is None else None,
-    )
-
-
-def by_choice(far: Traits) -> Traits:
-    """Blocks of queries choose by their means, which hold what comes after the first of them: not causal."""
-    return replace(
-        by_window(far),
-        paper="Zhang et al. 2025, arXiv 2509.24006 (chosen blocks, linear remainder); SPLA, arXiv 2601.22379",
-        formula="softmax over chosen blocks, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
-        cost="n (b c + m) d + (n / b)^2 m d",
-        complexity_exponent=2.0,
-        causal=False,
-        cross=False,
-        memory=None,
-    )
-
-
-def check_window(message: str, window: BlockLocal) -> None:
-    """Raise a ``ValueError`` that begins with ``message`` unless far keys can share the normaliser of this window."""
-    if isinstance(window.bias, TransformerXL):
-        raise ValueError(f"{message}: near takes ALiBi() or T5Buckets(), as far keys meet no vectors of positions")
-
-
-@dataclass(frozen=True, repr=False)
-class Hybrid(NearFar[HybridState]):
-    """Exact weights for near keys and for the first and last ones, estimated weights for all others, one normaliser.
-
-    ``out_i = sum_j a_ij v_j / sum_j a_ij`` with ``a_ij = exp(q_i . k_j / sqrt(d))`` where query i sees key j through
-    ``near`` or key j is one of the first and last keys (sink tokens), and ``a_ij = phi_q(q_i) . phi_k(k_j)`` with the
-    feature maps of ``far`` for the others that query i may see. A ``far`` that estimates or learns softmax has weights
-    of the size of the exact ones; the kernels of ``LinearAttention``, such as elu + 1, have a size of their own. A
-    window over everything is softmax.
-
-    Args:
-        near: The neighbouring blocks. ``Selected`` takes the blocks that matter most, and is not causal here. Its
-            ``scale`` serves both parts; its ``bias`` acts on near keys that are no sink tokens.
-        far: The linear attention whose maps estimate the rest; its ``eps`` is not used. Its weights are those of this
-            mechanism.
-        first: Visible keys at the beginning that every query weighs exactly.
-        last: Visible keys at the end that every query weighs exactly; none where causal.
-    """
-
-    near: BlockLocal | Selected = BlockLocal()  # noqa: RUF009
-    far: Kernelised[Any] = FavorPlus()  # noqa: RUF009
-    first: int = 1
-    last: int = 1
-
-    @property
-    def traits(self) -> Traits:  # type: ignore[override]
-        """The far part decides whether weights are trained or drawn; chosen blocks are not causal."""
-        return self._traits
-
-    _traits = Traits(paper="", formula="", cost="", complexity_exponent=1.0)  # of each value, set when it is made
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        message = f"Hybrid(near={self.near!r}, far={self.far!r})"
-        if isinstance(self.near, Local):
-            size = max(*self.near.sides, 1)
-            raise ValueError(
-                f"{message}: a sliding window beside a far part is gone. What would work: "
-                f"near=BlockLocal(block_size={size}), which sees every key that this window sees, and more"
-            )
-        if not isinstance(self.near, BlockLocal | Selected):
-            raise ValueError(f"{message}: near must be BlockLocal() or Selected()")
-        if not isinstance(self.near, Selected):
-            check_window(message, self.near)
-        if not isinstance(self.far, Kernelised):
-            raise ValueError(f"{message}: far must be linear: LinearAttention, FavorPlus or LearnedFeatures")
-        if self.far.signed:
-            raise ValueError(
-                f"{message}: far may give negative weights, and their sum with the exact ones could be zero: take "
-                "FavorPlus() or a feature map that is never negative"
-            )
-        at_least(self, "first", self.first, 0)
-        at_least(self, "last", self.last, 0)
-        object.__setattr__(self, "_traits", declared(self.near, self.far.traits))
-
     def _from_core(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, key_mask: Tensor | None, *, is_causal: bool
     ) -> Tensor | str:
@@ -295,6 +234,13 @@ class Hybrid(NearFar[HybridState]):
             trace.record(compiled.PATH, f"{self.near!r} leaves keys out")
         return out.to(v.dtype)
 
+    def _sink_tokens(
+        self, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool
+    ) -> tuple[SinkTokens, Tensor]:
+        """The first and last visible keys, and which keys are visible beside them."""
+        visible = append(None, k, v, key_mask).visible
+        return SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
+
     def _attend_reference(
         self, q: Tensor, near: KVCache, sinks: SinkTokens, w: Any, *, start: int, is_causal: bool,
         far: LinearState | None = None,
@@ -312,8 +258,7 @@ class Hybrid(NearFar[HybridState]):
             return self._attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
         near, (far_w, _, learned) = self.window, self.parts(w, q)
         out, logs = gpu.near_part(near, q, k, v, key_mask, is_causal=is_causal)
-        visible = append(None, k, v, key_mask).visible
-        sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
+        sinks, others = self._sink_tokens(k, v, key_mask, is_causal=is_causal)
         q = self.scaled(widen(q))
         return gpu.merge_near_and_far(
             out, logs, q, k, v, others, sinks, learned, self.far, far_w, near, is_causal=is_causal
@@ -340,11 +285,10 @@ class Hybrid(NearFar[HybridState]):
     @in_float32
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """By the reference."""
+        sinks, others = self._sink_tokens(k, v, key_mask, is_causal=is_causal)
         if isinstance(self.near, Selected):
-            (far_w, _, learned), ends = self.parts(w, q), {"first": self.first, "last": self.last}
-            return attend(self.scaled(q), k, v, far_w, learned, self.near, self.far, **ends, key_mask=key_mask)
-        visible = append(None, k, v, key_mask).visible
-        sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
+            (far_w, _, learned), parts = self.parts(w, q), (self.near, self.far, sinks, others)
+            return attend_chosen(self.scaled(q), k, v, far_w, learned, *parts, key_mask=key_mask)
         return self._attend_reference(
             q, KVCache(k, v, others), sinks, w, start=k.shape[-2] - q.shape[-2], is_causal=is_causal
         )
@@ -379,3 +323,39 @@ class Hybrid(NearFar[HybridState]):
             far = linear_state.combine(far, linear_state.summarise(features, near.v[..., :leaving, :]))
         sinks = replaced(sinks, position=sinks.position.masked_fill(sinks.present, -1))
         return out, HybridState(far, last(near, keys - leaving), sinks)
+
+
+def _declared(near: BlockLocal | Selected, far: Traits) -> Traits:
+    """The far part decides what is approximated, and whether weights are trained or drawn; a bias or sinks are learned.
+
+    Blocks of queries choose by their means, which hold what comes after the first of them: not causal.
+    """
+    bias = None if isinstance(near, Selected) else near.bias
+    traits = Traits(
+        paper="Zhang et al. 2024, arXiv 2410.10254 (window, linear remainder); Xiao et al. 2023, arXiv 2309.17453",
+        formula="softmax over near, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
+        cost="n (w + m) d",
+        complexity_exponent=1.0,
+        gpu=NEAR_FAR,
+        causal=True,
+        padding=True,
+        cross=True,
+        rotary=far.rotary,
+        memory="window",
+        positions="absolute",
+        random=far.random,
+        learned=far.learned or (bias is not None and bias.learned),
+        approximates=far.approximates if bias is None else None,
+    )
+    if isinstance(near, Selected):
+        traits = replace(
+            traits,
+            paper="Zhang et al. 2025, arXiv 2509.24006 (chosen blocks, linear remainder); SPLA, arXiv 2601.22379",
+            formula=traits.formula.replace("near", "chosen blocks"),
+            cost="n (b c + m) d + (n / b)^2 m d",
+            complexity_exponent=2.0,
+            causal=False,
+            cross=False,
+            memory=None,
+        )
+    return learned_sinks.learned(traits) if near.sinks else traits

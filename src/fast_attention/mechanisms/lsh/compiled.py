@@ -10,6 +10,7 @@ from torch import Tensor
 from fast_attention import core
 from fast_attention.engine import trace
 from fast_attention.engine.operation import Fast, Operation, unsupported_reason
+from fast_attention.engine.tiles import four_axes
 from fast_attention.mechanisms.lsh.reference import SHORTEST, Codes, Rules, Tokens, hashed_softmax
 from fast_attention.mechanisms.lsh.reference import buckets as reference_buckets
 
@@ -29,28 +30,21 @@ def buckets(q: Tokens, rotations: Tensor, sizes: tuple[int, ...], number: int) -
     """``reference.buckets``, where the core serves in one product and no other operation of torch."""
     if unsupported_reason(q) or against(q, q, number=number):
         return reference_buckets(q, rotations, sizes)
-    tokens, rounds = _four_axes(q), rotations.shape[1]
+    tokens, rounds = four_axes(q), rotations.shape[1]
     found = torch.empty(*q.shape[:-2], rounds, q.shape[-2], dtype=torch.int32)
     rotations = rotations.detach().to(torch.float32).contiguous()
     torch.ops.fast_attention_core.lsh_hash(tokens.detach(), rotations, sizes, found)
     return found
 
 
-def softmax_of_hashed(
-    q: Tokens, v: Tokens, bucket: Codes,
-    *, number: int, size: int, ranked: bool, across: bool, is_causal: bool, distinct: bool, scale: float,
-) -> Tokens:  # fmt: skip
-    """Softmax over the union of what every token reaches by its buckets (..., H, rounds, L); ``v`` where that is empty.
-
-    Bucket ``number`` holds what is masked: it neither is seen nor gets an output that means anything. Numbers as in
-    ``Rules``.
-    """
-    return hashed_softmax(q, v, bucket, rules=Rules(number, size, ranked, across, is_causal, distinct, scale))
+def softmax_of_hashed(q: Tokens, v: Tokens, bucket: Codes, **numbers: Any) -> Tokens:
+    """``hashed_softmax`` by rules that are given as numbers."""
+    return hashed_softmax(q, v, bucket, rules=Rules(**numbers))
 
 
 def forward(q: Tensor, v: Tensor, bucket: Tensor, *, keep: bool, **numbers: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs (..., L, Ev); orders and codes of all rounds, lengths and normalisers of the queries."""
-    a, b = _four_axes(q), _four_axes(v)
+    a, b = four_axes(q), four_axes(v)
     codes = bucket.to(torch.int32).reshape(*a.shape[:2], *bucket.shape[-2:]).contiguous()
     order, arranged = torch.empty_like(codes), torch.empty_like(codes)
     lengths, logs = torch.empty(2, *a.shape[:-1], dtype=torch.float32).unbind()
@@ -66,7 +60,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, None]:  # fmt: skip
     """Gradients of q and v, from weights computed again."""
     (q, v, _), out, grad_out = inputs, outputs[0], gradients[0]
-    a, b, out, grad_out = (_four_axes(x) for x in (q, v, out, grad_out))
+    a, b, out, grad_out = (four_axes(x) for x in (q, v, out, grad_out))
     dq, dv = torch.empty(a.shape, dtype=a.dtype), torch.empty(b.shape, dtype=b.dtype)
     torch.ops.fast_attention_core.lsh_backward(a, b, *_settings(Rules(**numbers)), *saved, out, grad_out, dq, dv)
     return dq.view(q.shape), dv.view(v.shape), None
@@ -75,13 +69,6 @@ def backward(
 def _settings(rules: Rules) -> tuple[int, int, list[int], float, float]:
     flags = [int(x) for x in (rules.ranked, rules.across, rules.is_causal, rules.distinct)]
     return rules.number, rules.size, flags, rules.scale, SHORTEST
-
-
-def _four_axes(x: Tensor) -> Tensor:
-    """(*batch, heads, L, X) -> (batch, heads, L, X), the numbers of a token side by side."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
 
 
 hashed_attention = Operation(

@@ -201,15 +201,15 @@ def _in_earlier_slot(position: Tensor, reached: Tensor) -> Tensor:
 
 @in_float32
 def _advance(
-    q: Tensor, v: Tensor, rotations: Tensor, memory: HashMemory | None, m: LSH, key_mask: Tensor | None
+    q: Tensor, v: Tensor, w: Rotations, memory: HashMemory | None, m: LSH, key_mask: Tensor | None
 ) -> tuple[Tensor, HashMemory]:
     q = clamp(masks.drop(q, key_mask))
     sizes, keys = _sizes(m.num_buckets), F.normalize(q, dim=-1, eps=SHORTEST)
     number = math.prod(sizes)
-    bucket = buckets(q, rotations, sizes, number).long()
+    bucket = buckets(q, w.rotations, sizes, number).long()
     visible = torch.ones(1, q.shape[-2], dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     if memory is None:
-        out = m._attend(q, v, rotations, True, key_mask)
+        out = m.attend(q, q, v, w, is_causal=True, key_mask=key_mask)
         bucket = torch.where(visible[..., None, :], bucket, number)
         return out, remember(keys, v, bucket, number=number, size=m.bucket_size)
     outs, owned = [], False  # a state is a value: the caller's stays as it is
@@ -301,17 +301,14 @@ class LSH(Attention[Rotations, HashMemory]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Rotations, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """Attend among the hashed queries; ``k`` is ignored."""
-        return self._attend(q, v, w.rotations, is_causal, key_mask)
+        return lsh_attention(
+            q, v, w.rotations, num_buckets=self.num_buckets, bucket_size=self.bucket_size, layout=self.layout,
+            attend_across_buckets=self.attend_across_buckets, correct_duplicates=self.correct_duplicates,
+            scale=self.scale, is_causal=is_causal, key_mask=key_mask,
+        )  # fmt: skip
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Rotations, state: HashMemory | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, HashMemory]:
         """Attend to the first tokens all at once, then token by token; ``k`` is ignored."""
-        return _advance(q, v, w.rotations, state, self, key_mask)
-
-    def _attend(self, q: Tensor, v: Tensor, rotations: Tensor, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        return lsh_attention(
-            q, v, rotations, num_buckets=self.num_buckets, bucket_size=self.bucket_size, layout=self.layout,
-            attend_across_buckets=self.attend_across_buckets, correct_duplicates=self.correct_duplicates,
-            scale=self.scale, is_causal=is_causal, key_mask=key_mask,
-        )  # fmt: skip
+        return _advance(q, v, w, state, self, key_mask)

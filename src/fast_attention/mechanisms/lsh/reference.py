@@ -38,7 +38,7 @@ class Rules:
 def hashed_softmax(q: Tokens, v: Tokens, bucket: Codes, *, rules: Rules) -> Tokens:
     """``sum_j exp(s_ij) v_j / sum_j exp(s_ij)``, ``s_ij = scale q_i . q_j / |q_j|``, and v_i where nothing is reached.
 
-    Bucket ``rules.number`` holds what is masked. In operations that autograd follows; ``fast.py`` computes the same.
+    Bucket ``rules.number`` holds what is masked. Autograd follows it; ``compiled.py`` computes the same.
     """
     arranged = arrange(bucket, number=rules.number, size=rules.size, ranked=rules.ranked, across=rules.across)
     keys = F.normalize(q, dim=-1, eps=SHORTEST)

@@ -28,7 +28,7 @@ from fast_attention.traits import BLOCKS, FUSED
 from fast_attention.value import at_least
 
 
-def beside(
+def visible_softmax(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
     v: Float[Tensor, "*batch keys values"],
@@ -66,7 +66,7 @@ def beside(
 
 
 @lru_cache(256)
-def _tiles_beside(length: int, keys: int, size: int, start: int, is_causal: bool) -> tiles.Plan:
+def _tiles_of_own_and_sorted(length: int, keys: int, size: int, start: int, is_causal: bool) -> tiles.Plan:
     step = -(-size // -(-size // tiles.MOST_ROWS))
     rows, own, other = list[list[int]](), list[list[int]](), keys - length
     for block in range(0, length, size):
@@ -79,7 +79,7 @@ def _tiles_beside(length: int, keys: int, size: int, start: int, is_causal: bool
 
 
 def _plan(q: Tensor, k: Tensor, *, size: int, start: int, is_causal: bool) -> tiles.Plan:
-    return _tiles_beside(q.shape[-2], k.shape[-2], size, start, is_causal)
+    return _tiles_of_own_and_sorted(q.shape[-2], k.shape[-2], size, start, is_causal)
 
 
 def _short(q: Tensor, k: Tensor, *others: Any, **settings: Any) -> str:
@@ -87,8 +87,8 @@ def _short(q: Tensor, k: Tensor, *others: Any, **settings: Any) -> str:
     return "many short sequences" if short(own) else ""
 
 
-_beside = tiles.operation(
-    beside,
+_visible_softmax = tiles.operation(
+    visible_softmax,
     _plan,
     path="products over own and sorted block",
     name="softmax in tiles over own and sorted block",
@@ -150,7 +150,7 @@ def sorted_softmax(
         for x in (k, v)
     )
     settings: Any = {"size": size, "start": first * size, "is_causal": is_causal, "scale": q.shape[-1] ** -0.5}
-    out = _beside(q.flatten(-3, -2), keys, values, *[None] * 4, **settings)
+    out = _visible_softmax(q.flatten(-3, -2), keys, values, *[None] * 4, **settings)
     return out.unflatten(-2, q.shape[-3:-1])
 
 
@@ -237,13 +237,13 @@ def sortcut_attention(
     best = sort_blocks(S, keys, values, visible)
     if not symbolic() and key_mask is None and k.shape[-2] % block_size == 0:
         why = "no sorted position is masked or padded"
-        trace.record("fused softmax over the kept blocks", why, block=block_size, budget=budget)
+        trace.record("fused softmax over the first sorted blocks", why, block=block_size, budget=budget)
         saved, content = (
             x.flatten(-3, -2)[..., : min(budget, keys.shape[-3]) * block_size, :] for x in (best.k, best.v)
         )
         return fused_attention(q, saved, content)
     why = "masked or padded positions are sorted too"
-    trace.record("products over the kept blocks", why, block=block_size, budget=budget)
+    trace.record("products over the first sorted blocks", why, block=block_size, budget=budget)
     scores = q @ best.k.flatten(-3, -2).mT * q.shape[-1] ** -0.5 + best.log_fraction.flatten(-2)[..., None, :]
     weights = masks.masked_softmax(scores, best.visible.flatten(-2)[..., None, :])
     return weights @ best.v.flatten(-3, -2)

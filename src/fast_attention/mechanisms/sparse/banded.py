@@ -4,49 +4,138 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
 
-from fast_attention.engine import offsets, tiles, trace
+from fast_attention.engine import masks, offsets, tiles, trace
+from fast_attention.engine.blocks import count, join, positions, slices, smaller
+from fast_attention.engine.fused import biased_attention, blockwise_softmax
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.operation import Fast, like_queries
+from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import symbolic
 from fast_attention.gpu import flex, patterns
-from fast_attention.mechanisms.sparse import reference
 
 
-def near(
-    q: Tensor, k: Tensor, *, left: int, right: int, size: int = 0, is_causal: bool = False, block: int = 0,
-    scale: float | None, bias: Positions | None,
-) -> tuple[Terms | tuple[None, None], dict[str, Any]]:  # fmt: skip
-    """Numbers that scores gain by offsets, and the settings of softmax over the keys near each query.
+def attend(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    *,
+    left: int,
+    right: int,
+    size: int = 0,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None,
+    attn_mask: Tensor | None,
+    dropout: float,
+    scale: float | None,
+    bias: Positions | None,
+    sinks: Float[Tensor, "heads"] | None,
+) -> Float[Tensor, "*batch length values"]:
+    """Softmax over the keys near each query, which stands at position i + keys - length.
 
     Args:
-        q: Queries, which stand at position i + keys - length.
-        k: Keys.
+        q, k, v: Queries, keys and values.
         left: Keys before the query that it sees, or with ``size`` blocks before its own.
         right: Keys behind it, or blocks behind its own.
         size: Keys of a block, counted from the first key; 0: the window moves with the query.
         is_causal: Whether later keys of a block are hidden; a window's ``right`` is 0 then.
-        block: Queries that share a slice of keys in the reference; 0: as many as are fast.
+        key_mask, attn_mask, dropout: As in a call of a mechanism.
         scale: Factor on the dot products; None means 1/sqrt(width).
         bias: What scores gain by offsets.
+        sinks: Scores of each head whose exponentials add to normalisers.
     """
     low, high = (-left, right) if size == 0 else (-(left + 1) * size + 1, (right + 1) * size - 1)
-    return offsets.between(bias, low, high - low + 1, q), {
-        "left": left, "right": right, "size": size, "is_causal": is_causal, "block": block,
+    terms = offsets.between(bias, low, high - low + 1, q)
+    settings: Any = {
+        "left": left, "right": right, "size": size, "is_causal": is_causal,
         "scale": float(q.shape[-1] ** -0.5 if scale is None else scale), "first": low + k.shape[-2] - q.shape[-2],
     }  # fmt: skip
-
-
-def masked_softmax(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Tensor | None, attn_mask: Tensor | None,
-    dropout: float, **settings: Any,
-) -> Tensor:  # fmt: skip
-    """``banded_softmax`` under a mask of all pairs, with dropout, or both."""
+    if attn_mask is None and dropout == 0.0:
+        return _banded(q, k, v, key_mask, *terms, sinks, **settings)
     trace.record("softmax in blocks", "dropout" if attn_mask is None else "a mask of the caller's")
-    return reference.banded_softmax(q, k, v, key_mask, *others, attn_mask=attn_mask, dropout=dropout, **settings)
+    return banded_softmax(q, k, v, key_mask, *terms, sinks, attn_mask, dropout=dropout, **settings)
 
 
-def _plan(q: Tensor, k: Tensor, *, left: int, right: int, size: int, is_causal: bool, block: int) -> tiles.Plan:
+def banded_softmax(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None = None,
+    vectors: Tensor | None = None, sinks: Tensor | None = None, attn_mask: Tensor | None = None,
+    *, dropout: float = 0.0, first: int, **settings: Any,
+) -> Tensor:  # fmt: skip
+    """The reference, under any mask: blocks of queries read overlapping slices of keys, which are views.
+
+    Terms of positions belong to offsets from ``first`` on.
+    """
+    attend = _in_slices if numbers is None else in_float32(_in_slices)  # thousands are no numbers of low precision
+    return attend(q, k, v, key_mask, numbers, vectors, sinks, attn_mask, dropout=dropout, **settings)
+
+
+def _in_slices(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
+    sinks: Tensor | None, attn_mask: Tensor | None, *, scale: float, dropout: float, **settings: Any,
+) -> Tensor:  # fmt: skip
+    length, keys = q.shape[-2], k.shape[-2]
+    band, keys_left, front, before = _band(length, keys, q.device, **settings)
+    block, span = band.shape
+    number, start = count(length + front, block), keys - length - front
+
+    def around(x: Tensor) -> Tensor:
+        return slices(
+            x, block=block, keys_left=keys_left, keys_right=span - block - keys_left, number=number, start=start
+        )
+
+    inside = torch.ones(keys, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+    mask = band & around(inside[..., None])[..., None, :, 0]
+    if attn_mask is not None:
+        rows = positions(number, block, block, -front, q.device).clamp(min=0).clamp(max=length - 1)
+        columns = positions(number, block, span, start - keys_left, q.device).clamp(min=0).clamp(max=keys - 1)
+        full = attn_mask.expand(*attn_mask.shape[:-2], length, keys)
+        mask = masks.merge(full[..., rows[:, :, None], columns[:, None, :]], mask, q.dtype)
+    queries = slices(q, block=block, keys_left=0, keys_right=0, number=number, start=-front)
+    if numbers is not None:
+        # a tile has offsets 1 - keys_left - block to span - keys_left - 1; beyond those of the terms nothing is seen
+        missing = (keys_left + block - 1 - before, span - keys_left - 1 + before - (numbers.shape[-1] - 1))
+        numbers = pad(numbers, missing)
+        vectors = None if vectors is None else pad(vectors, (0, 0, *missing))
+        terms = Terms(numbers[:, None], None if vectors is None else vectors[:, None])
+        bias = offsets.scores(queries, terms, span, scale=scale).to(q.dtype)
+        mask = masks.merge(bias, mask, q.dtype) if mask.dtype == torch.bool else bias + mask
+    if numbers is None and sinks is None:
+        out = blockwise_softmax(queries, around(k), around(v), mask, dropout=dropout, scale=scale)
+    else:
+        sinks = None if sinks is None else sinks[:, None]
+        out = biased_attention(queries, around(k), around(v), mask, dropout=dropout, scale=scale, sinks=sinks)
+    return join(out, front + length)[..., front:, :]
+
+
+SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
+
+
+def _band(
+    length: int, keys: int, device: torch.device, *, left: int, right: int, size: int, is_causal: bool
+) -> tuple[Tensor, int, int, int]:
+    """Masks of a block of queries: what it sees of its slice, the keys of the slice before the block, the queries that
+    are missing before the first block, and minus the first offset of the terms.
+    """
+    if size == 0:
+        block = smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
+        return masks.band(block, left, right, left=left, right=right, device=device), left, 0, left
+    several = 1 if symbolic() else max(SMALLEST_BLOCK // size, 1)  # small blocks share one slice of keys
+    rows, front, keys_left, keys_right = several * size, (keys - length) % size, left * size, right * size
+    before = (left + 1) * size - 1
+    if not symbolic() and front + length <= size:  # one block, and no key after its last query
+        rows, keys_left, keys_right, front = length, min(keys_left + front, max(keys - length, 0)), 0, 0
+    band = masks.band(rows, keys_left, keys_right, left=None, right=0 if is_causal else None, device=device)
+    if several > 1 and rows > size:
+        near = masks.band(several, left, right, left=left, right=right, device=device)
+        band = band & near.repeat_interleave(size, 0).repeat_interleave(size, 1)
+    return band, keys_left, front, before
+
+
+def _plan(q: Tensor, k: Tensor, *, left: int, right: int, size: int, is_causal: bool) -> tiles.Plan:
     length, keys = q.shape[-2], k.shape[-2]
     if size == 0:
         return tiles.window(length, keys, left, right)
@@ -62,7 +151,7 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: Te
 
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: None, left: int, right: int, size: int,
-    is_causal: bool, block: int, scale: float, first: int,
+    is_causal: bool, scale: float, first: int,
 ) -> Tensor:  # fmt: skip
     if size == 0:
         near = patterns.window(q, k, left=left, right=right)
@@ -71,8 +160,8 @@ def _flex(
     return flex.attend(q, k, v, near, key_mask, scale=scale)
 
 
-banded_softmax = tiles.operation(
-    reference.banded_softmax,
+_banded = tiles.operation(
+    banded_softmax,
     _plan,
     path="softmax in blocks",
     why="only keys near a block of queries are seen",

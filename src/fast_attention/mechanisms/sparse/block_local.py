@@ -6,23 +6,20 @@ The blocks are those of the Reformer's local layers (Kitaev et al. 2020, arXiv 2
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.biases.bias import Bias, BiasMixin
+from fast_attention.biases.bias import Bias
 from fast_attention.engine.blocks import smaller
-from fast_attention.engine.heads import viewed
-from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import symbolic
 from fast_attention.gpu import patterns
-from fast_attention.mechanism import MaskedAttention
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse import banded
-from fast_attention.mechanisms.sparse.local import TRAITS
+from fast_attention.mechanisms.sparse.local import TRAITS, NearKeys
 from fast_attention.value import at_least
 
 
@@ -56,13 +53,10 @@ def block_local_attention(
             bias=bias, sinks=sinks,
         )  # fmt: skip
     before, after = smaller(before, keys // block_size), 0 if is_causal else smaller(after, length // block_size + 1)
-    terms, settings = banded.near(
-        q, k, left=before, right=after, size=block_size, is_causal=is_causal, scale=scale, bias=bias
-    )
-    if attn_mask is None and dropout == 0.0:
-        return banded.banded_softmax(q, k, v, key_mask, *terms, sinks, **settings)
-    masked: Any = {"attn_mask": attn_mask, "dropout": dropout}
-    return banded.masked_softmax(q, k, v, key_mask, *terms, sinks, **masked, **settings)
+    return banded.attend(
+        q, k, v, left=before, right=after, size=block_size, is_causal=is_causal, key_mask=key_mask,
+        attn_mask=attn_mask, dropout=dropout, scale=scale, bias=bias, sinks=sinks,
+    )  # fmt: skip
 
 
 @lru_cache(256)
@@ -72,7 +66,7 @@ def _checked(block_size: int, before: int, after: int) -> BlockLocal:
 
 
 @dataclass(frozen=True, repr=False)
-class BlockLocal(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
+class BlockLocal(NearKeys):
     """Neighbouring blocks: a query sees its own block, ``before`` blocks before it and ``after`` blocks after it.
 
     Args:
@@ -110,7 +104,10 @@ class BlockLocal(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[repo
         return self.before >= final and (is_causal or self.after >= final - (keys - length) // self.block_size)
 
     def leaving(self, keys: int) -> int:
-        """The number of the first of ``keys`` tokens, from a block's first on, that no later token sees."""
+        """How many of the first of ``keys`` tokens, whole blocks, no later token sees.
+
+        A state begins where a block begins, so that blocks are counted from its first key.
+        """
         return max(keys // self.block_size - self.before, 0) * self.block_size
 
     def key_range(self, first: int, end: int) -> tuple[int, int]:
@@ -141,12 +138,3 @@ class BlockLocal(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[repo
         return patterns.attend_packed(
             q, k, v, lengths, self.before, after, key_mask, scale=self.scale, size=self.block_size
         )
-
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: KVCache | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, KVCache]:
-        """Attend to the blocks before the new tokens and to these; keep what the next token's block may see."""
-        near = append(state, k, v, key_mask)
-        out = viewed(partial(self.attend, w=w, is_causal=True), q, near.k, near.v, key_mask=near.visible)
-        total = near.k.shape[-2]  # the state begins where a block begins, so blocks are counted from its first key
-        return out, last(near, total - self.leaving(total))

@@ -11,8 +11,7 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.mechanisms.sparse.grid import Axis, InGrid, pair
-from fast_attention.mechanisms.sparse.grid_softmax import grid_softmax
+from fast_attention.mechanisms.sparse.grid import Axis, InGrid, grid_softmax, pair
 from fast_attention.mechanisms.sparse.local2d import TRAITS
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fast_attention.engine import tiles
-from fast_attention.engine.offsets import Positions
+from fast_attention.engine import masks, offsets, tiles
+from fast_attention.engine.blocks import join, split, split_mask
+from fast_attention.engine.fused import biased_attention, blockwise_softmax, fused_attention
+from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.operation import Fast, like_queries
+from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import exporting
 from fast_attention.gpu import flex, patterns
-from fast_attention.mechanisms.sparse import reference
 
 
 def gathered_softmax(
@@ -44,6 +48,67 @@ def gathered_softmax(
     return _gathered(q, k, v, key_mask, *terms, sinks, table, first=1 - length, **settings)
 
 
+def blocks_of_table(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
+    sinks: Tensor | None, table: Tensor, *, size: int, is_causal: bool, scale: float, start: int, stop: int, first: int,
+) -> Tensor:  # fmt: skip
+    """Softmax attention over the blocks of keys that a table names; the reference of ``gathered_softmax``."""
+    attend = _of_table if numbers is None else in_float32(_of_table)
+    settings: Any = {"size": size, "is_causal": is_causal, "scale": scale, "start": start, "stop": stop}
+    return attend(q, k, v, key_mask, numbers, vectors, sinks, table, **settings)
+
+
+def _of_table(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
+    sinks: Tensor | None, table: Tensor, *, size: int, is_causal: bool, scale: float, start: int, stop: int,
+) -> Tensor:  # fmt: skip
+    length, number = q.shape[-2], table.shape[-2]
+    position = (table[..., None] * size + torch.arange(size, device=q.device)).flatten(-2)
+    chosen = table.clamp(min=0)
+    visible = split_mask(key_mask, size).expand(*table.shape[:-2], number, size)[..., None]
+    mask = (first_named(table)[..., None] & take(visible, chosen)[..., 0]).flatten(-2)[..., None, :]
+    queries = torch.arange(number, device=q.device)[:, None] * size + torch.arange(size, device=q.device)
+    if is_causal:
+        mask = mask & (position[..., None, :] <= queries[..., None])
+    blocks, attend = split(q, size), blockwise_softmax
+    if sinks is not None:
+        attend = partial(biased_attention, sinks=sinks[:, None])
+    if numbers is not None:
+        index = (position[..., None, :] - queries[..., None] + (length - 1)).clamp(0, 2 * length - 2)
+        bias = offsets.gathered(blocks, Terms(numbers, vectors), index, scale=scale)
+        mask, attend = masks.merge(bias, mask, q.dtype), biased_attention if sinks is None else attend
+    keys, values = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
+    out = join(attend(blocks, keys, values, mask, scale=scale), length)
+    if start == 0 and stop == number:
+        return out
+    ends = torch.cat((q[..., : start * size, :], q[..., stop * size :, :]), -2)
+    rows = fused_attention(ends, k, v, scale=scale)
+    return torch.cat(
+        (rows[..., : start * size, :], out[..., start * size : stop * size, :], rows[..., start * size :, :]), -2
+    )
+
+
+def first_named(table: Int[Tensor, "*batch choices"]) -> Tensor:
+    """Whether a choice names a block that no choice before it names."""
+    return (table >= 0) & ~(table[..., None] == table[..., None, :]).tril(-1).any(-1)
+
+
+def take(blocks: Tensor, table: Int[Tensor, "*batch_and_taken"]) -> Tensor:
+    """(*batch, n, size, E) at ``table`` (*batch, *taken) -> (*batch, *taken, size, E): whole rows are copied."""
+    batch_shape, row = blocks.shape[:-3], blocks.shape[-2:]
+    if exporting():  # see blocks.py: a flattened table cannot be proved to unflatten again
+        ones = [1] * table.ndim
+        which = [
+            torch.arange(n, device=blocks.device).view(*ones[:i], n, *ones[i + 1 :]) for i, n in enumerate(batch_shape)
+        ]
+        return blocks[(*which, table)]
+    which = torch.arange(batch_shape.numel(), device=blocks.device).view(
+        *batch_shape, *[1] * (table.ndim - len(batch_shape))
+    )
+    rows = blocks.reshape(-1, *row).index_select(0, (table + which * blocks.shape[-3]).flatten())
+    return rows.view(*table.shape, *row)
+
+
 def _plan(q: Tensor, k: Tensor, table: Tensor, *, size: int, is_causal: bool, start: int, stop: int) -> tiles.Plan:
     table = table.expand(*k.shape[:-2], *table.shape[-2:])
     table = table.reshape(-1, k.shape[-3] if k.ndim > 2 else 1, *table.shape[-2:])
@@ -69,7 +134,7 @@ def _flex(
 
 
 _gathered = tiles.operation(
-    reference.gathered_softmax,
+    blocks_of_table,
     _plan,
     path="softmax in blocks",
     why="every block of queries reads a few blocks of keys",

@@ -6,6 +6,7 @@ The window is Longformer's (Beltagy et al. 2020, arXiv 2004.05150) with the ends
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -116,14 +117,13 @@ def local_attention(
     attn_mask: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
-    block: int | None = None,
     bias: Positions | None = None,
     sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax over the keys j with ``i - left <= j <= i + right``, both ends included; causal: ``right = 0``.
 
     ``window`` is (left, right), or one number for both. With S keys and L queries, i counts from S - L. O(n w d) time,
-    O(n w) memory; a window over everything is softmax attention. ``block``, queries to a slice of keys, is speed only.
+    O(n w) memory; a window over everything is softmax attention.
     With ``dilation`` the keys are ``i + m dilation`` for ``-left <= m <= right`` (arXiv 2004.05150, section 3.1); of
     several, head h takes the one at h modulo their number, and q, k and v are (..., H, L, E). ``bias`` gives what
     scores gain by offsets j - i, as ``engine.offsets`` has them; the exponentials of ``sinks`` (H,) add to normalisers.
@@ -132,7 +132,7 @@ def local_attention(
     m = Local(window, dilation=dilation) if is_open else _checked(window, dilation)
     length, keys = q.shape[-2], k.shape[-2]
     if dilation != 1:
-        run = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale, block=block)
+        run = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale)
         if isinstance(dilation, tuple):
             return by_heads(
                 run, q, k, v, dilations=dilation, key_mask=key_mask, attn_mask=attn_mask, bias=bias, sinks=sinks
@@ -148,11 +148,10 @@ def local_attention(
             bias=bias, sinks=sinks,
         )  # fmt: skip
     left, right = (left, right) if is_open else (min(left, keys - 1), min(right, length - 1))
-    terms, settings = banded.near(q, k, left=left, right=right, block=block or 0, scale=scale, bias=bias)
-    if attn_mask is None and dropout == 0.0:
-        return banded.banded_softmax(q, k, v, key_mask, *terms, sinks, **settings)
-    masked: Any = {"attn_mask": attn_mask, "dropout": dropout}
-    return banded.masked_softmax(q, k, v, key_mask, *terms, sinks, **masked, **settings)
+    return banded.attend(
+        q, k, v, left=left, right=right, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale,
+        bias=bias, sinks=sinks,
+    )  # fmt: skip
 
 
 @lru_cache(256)
@@ -177,8 +176,25 @@ TRAITS = Traits(
 )
 
 
+class NearKeys(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
+    """Softmax over keys near the query, beyond which decoding keeps none."""
+
+    @abstractmethod
+    def leaving(self, keys: int) -> int:
+        """How many of the first of ``keys`` tokens no later token sees; whole blocks, where blocks are counted."""
+
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: KVCache | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        """Attend to near keys before the new tokens and to these; keep the tokens that later ones may see."""
+        near = append(state, k, v, key_mask)
+        out = viewed(partial(self.attend, w=w, is_causal=True), q, near.k, near.v, key_mask=near.visible)
+        total = near.k.shape[-2]
+        return out, last(near, total - self.leaving(total))
+
+
 @dataclass(frozen=True, repr=False)
-class Local(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
+class Local(NearKeys):
     """A sliding window: query i sees the keys from i - left to i + right.
 
     Args:
@@ -228,7 +244,7 @@ class Local(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportInc
         return self.dilation == 1 and left >= keys - 1 and (is_causal or right >= length - 1)
 
     def leaving(self, keys: int) -> int:
-        """The number of the first of ``keys`` tokens that no later token sees."""
+        """How many of the first of ``keys`` tokens no later token sees."""
         return max(keys - self.sides[0], 0)
 
     def key_range(self, first: int, end: int) -> tuple[int, int]:
@@ -263,11 +279,3 @@ class Local(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportInc
         left, right = self.sides
         right = 0 if is_causal else right
         return patterns.attend_packed(q, k, v, lengths, left, right, key_mask, scale=self.scale)
-
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: KVCache | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, KVCache]:
-        """Attend to the window before the new tokens and to these; keep the tokens that later ones may see."""
-        near = append(state, k, v, key_mask)
-        out = viewed(partial(self.attend, w=w, is_causal=True), q, near.k, near.v, key_mask=near.visible)
-        return out, last(near, self.sides[0])

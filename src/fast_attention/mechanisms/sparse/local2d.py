@@ -12,8 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.sparse.grid import Axis, InGrid, pair
-from fast_attention.mechanisms.sparse.grid_softmax import grid_softmax
+from fast_attention.mechanisms.sparse.grid import Axis, InGrid, grid_softmax, pair
 from fast_attention.traits import BLOCKS
 
 ROWS, COLUMNS = 4, 8  # of queries in a tile

@@ -3,10 +3,12 @@
 Blocks of queries choose by their mean in Sparse-Linear Attention (Zhang et al. 2025, arXiv 2509.24006); every query
 chooses for itself in Mixture of Block Attention (Lu et al. 2025, arXiv 2502.13189), which is what can be causal.
 
-Chooses the blocks of keys whose mean is nearest to a block of queries, or to one query.
-
 Choices are made in float64, whatever the inputs are: two blocks that score alike to the last digit would else be told
 apart differently by a pass, by its steps in decoding and by a compiler. A choice has no gradient.
+
+Causally, the queries that chose a block are gathered and multiplied with that block, as MoBA's code does (algorithm 1).
+The core adds up a query's sums over its blocks. The reference, in plain differentiable operations, pads to tiles of
+``ROWS`` queries: how many there are at most depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -17,18 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fast_attention.biases.sinks import SinksMixin
-from fast_attention.engine import operation
-from fast_attention.engine.blocks import count, split, split_mask
+from fast_attention.engine import masks, operation, tiles
+from fast_attention.engine.blocks import count, join, positions, smaller, split, split_mask
 from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
-from fast_attention.engine.operation import Operation
+from fast_attention.engine.operation import Operation, like_queries
+from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.sparse.gathered import gathered_softmax
-from fast_attention.mechanisms.sparse.past_blocks import chosen_softmax
+from fast_attention.mechanisms.sparse.gathered import gathered_softmax, take
 from fast_attention.traits import FLEX
 from fast_attention.value import at_least
 
@@ -43,6 +46,7 @@ class SelectedState(NamedTuple):
 
 SCORES = 2**16  # of some queries and all blocks that are held at one time, half a MiB
 NEVER = float("-inf")
+ROWS = 64  # queries of a tile in the reference
 
 
 def shown(x: Tensor, key_mask: Tensor | None, size: int) -> Bool[Tensor, "*#batch blocks size"]:
@@ -142,46 +146,131 @@ def _of_some(q: Tensor, means: Tensor, alive: Tensor, *, size: int, start: int, 
 def _best(scores: Float[Tensor, "*batch rows blocks"], number: int) -> Int[Tensor, "*batch rows number"]:
     """The blocks of the ``number`` largest scores, -1 where fewer are more than minus infinity."""
     if symbolic() or scores.shape[-1] < number:
-        scores = torch.nn.functional.pad(scores, (0, number), value=NEVER)
+        scores = pad(scores, (0, number), value=NEVER)
     values, blocks = scores.topk(number, sorted=False)
     return blocks.masked_fill(values == NEVER, -1)
 
 
-def selected_attention(
+def chosen_softmax(
     q: Float[Tensor, "*batch length width"],
-    k: Float[Tensor, "*batch length width"],
-    v: Float[Tensor, "*batch length values"],
-    *,
-    block_size: int = 64,
-    topk: int = 8,
-    is_causal: bool = False,
-    key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
-    scale: float | None = None,
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    choices: Int[Tensor, "*batch length choices"],
+    key_mask: Bool[Tensor, "*#batch2 keys"],
     sinks: Float[Tensor, "heads"] | None = None,
+    *,
+    size: int,
+    start: int,
+    scale: float,
 ) -> Float[Tensor, "*batch length values"]:
-    """Softmax over the keys of chosen blocks (arXiv 2509.24006, equations 3 to 5; 2502.13189, equations 2 to 6).
+    """Softmax of each query, the first at position ``start`` and the last the last key, over the past blocks of its
+    ``choices`` (-1 names none) and, causally, over the block that it stands in.
 
-    With I the block of query i, and means over visible tokens,
-
-    - noncausal, all queries of block I see block I and the ``topk - 1`` others with the largest
-      ``mean(q_I) . mean(k_J)``;
-    - causal, query i sees block I up to itself and the ``topk - 1`` of the blocks J < I, all of which are past, with
-      the largest ``q_i . mean(k_J)``. A mean of queries would hold what comes after the first of them.
-
-    Masked keys are in no mean, and a block without a visible key is not chosen. Masked tokens are in no mean of
-    queries either, unless all of a block are; each is a query nevertheless. Gradients go through the softmax over what
-    was chosen, not through the choice. Where there are at most ``topk`` blocks, this is exact attention. The
-    exponentials of ``sinks`` (H,) add to normalisers.
+    A query that sees nothing gets zeros. With ``sinks`` normalisers are larger by ``e^sink``.
     """
-    length = q.shape[-2]
-    if not symbolic() and length <= topk * block_size:
-        return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale, sinks=sinks)
-    visible = torch.ones(1, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
-    if is_causal:
-        means, alive = block_means(k, key_mask, block_size)
-        return attend_past(q, k, v, visible, means, alive, sinks, size=block_size, topk=topk, start=0, scale=scale)
-    table = of_blocks(q, k, key_mask, size=block_size, topk=topk)
-    return gathered_softmax(q, k, v, table, visible, size=block_size, scale=scale, sinks=sinks)
+    return _chosen(q, k, v, key_mask, None, None, sinks, choices, size=size, start=start, scale=scale)
+
+
+class Tiles(NamedTuple):
+    """Tiles of queries that chose the same block of keys; entry ``i * choices + c`` is choice c of query i."""
+
+    block: Int[Tensor, "*batch tiles"]  # of keys
+    entry: Int[Tensor, "*batch tiles rows"]  # that each row of the tiles holds; as many as there are for none
+    slot: Int[Tensor, "*batch entries"]  # in which each entry lies, counting rows of all tiles; 0 for none
+    named: Bool[Tensor, "*batch entries"]  # whether it names a block
+    number: Int[Tensor, "*batch"]  # of tiles that hold anything
+
+    @staticmethod
+    def of(choices: Int[Tensor, "*batch length choices"], blocks: int) -> Tiles:
+        """Sort the entries by block and begin a tile with each block."""
+        rows = smaller(ROWS, choices.shape[-2])
+        entries = choices.shape[-2] * choices.shape[-1]
+        tiles = blocks + entries // rows  # no more are needed: every block leaves at most one of them unfilled
+        named = (choices >= 0).flatten(-2)
+        block = torch.where(named, choices.flatten(-2), blocks)
+        ascending, order = block.sort(-1)
+        sizes = torch.zeros_like(block[..., :1]).expand(*block.shape[:-1], blocks + 1)
+        sizes = sizes.scatter_add(-1, block, torch.ones_like(block))
+        each = ((sizes + (rows - 1)) // rows)[..., :-1]
+        ends = each.cumsum(-1)
+        first = (sizes.cumsum(-1) - sizes).gather(-1, ascending)
+        begin = pad(ends - each, (0, 1)).gather(-1, ascending)
+        slot = begin * rows + torch.arange(entries, device=block.device) - first
+        slot = torch.where(ascending < blocks, slot, tiles * rows)
+        entry = torch.full_like(block[..., :1], entries).expand(*block.shape[:-1], (tiles + 1) * rows)
+        tile = torch.zeros_like(block[..., :1]).expand(*block.shape[:-1], tiles + 1)
+        return Tiles(
+            tile.scatter(-1, slot // rows, ascending.clamp(max=blocks - 1))[..., :-1],
+            entry.scatter(-1, slot, order)[..., positions(tiles, rows, rows, 0, block.device)],
+            torch.zeros_like(block).scatter(-1, order, slot.masked_fill(ascending == blocks, 0)),
+            named,
+            ends[..., -1],
+        )
+
+    def scores(
+        self, q: Float[Tensor, "*batch length width"], keys: Float[Tensor, "*batch blocks size width"]
+    ) -> Float[Tensor, "*batch entries size"]:
+        """The products of each entry's query with the keys of its block; what an entry for none holds means nothing."""
+        number = self.slot.shape[-1] // q.shape[-2]
+        queries = rows_of(q, (self.entry // number).clamp(max=q.shape[-2] - 1))
+        return rows_of((queries @ take(keys, self.block).mT).flatten(-3, -2), self.slot)
+
+    def outputs(
+        self, weights: Float[Tensor, "*batch entries size"], values: Float[Tensor, "*batch blocks size values"]
+    ) -> Float[Tensor, "*batch entries values"]:
+        """The weighted sums of the values of each entry's block, zeros for none."""
+        weights = rows_of(pad(weights, (0, 0, 0, 1)), self.entry)
+        out = rows_of((weights @ take(values, self.block)).flatten(-3, -2), self.slot)
+        return out.masked_fill(~self.named[..., None], 0.0)
+
+
+@in_float32
+def _chosen_softmax(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: None, vectors: None, sinks: Tensor | None,
+    choices: Tensor, *, size: int, start: int, scale: float,
+) -> Tensor:  # fmt: skip
+    length, number = choices.shape[-2:]
+    batch_shape, first, front = q.shape[:-2], start // size, start % size
+    keys, values = split(k, size), split(v, size)
+    visible = split_mask(key_mask, size).expand(*batch_shape, keys.shape[-3], size)
+    queries = split(pad(q, (0, 0, front, 0)), size)
+    near = masks.causal(size, size, q.device) & visible[..., first:, None, :]
+    near, scores = (
+        join(x, front + length)[..., front:, :] for x in (near, scale * queries @ keys[..., first:, :, :].mT)
+    )
+    if number == 0:
+        weights, far = masks.masked_softmax(scores, near, sinks), 0.0
+    else:
+        gathered = Tiles.of(choices, keys.shape[-3])
+        far_scores = gathered.scores(scale * q, keys)
+        seen_keys = gathered.named[..., None] & take(visible[..., None], choices.clamp(min=0))[..., 0].flatten(-3, -2)
+        sight = torch.cat([near, seen_keys.unflatten(-2, (-1, number)).flatten(-2)], -1)
+        far_scores = far_scores.unflatten(-2, (-1, number)).flatten(-2)
+        weights = masks.masked_softmax(torch.cat([scores, far_scores], -1), sight, sinks)
+        far = gathered.outputs(weights[..., size:].unflatten(-1, (number, size)).flatten(-3, -2), values)
+        far = far.unflatten(-2, (-1, number)).sum(-2)
+    weights = split(pad(weights[..., :size], (0, 0, front, 0)), size)
+    return join(weights @ values[..., first:, :, :], front + length)[..., front:, :] + far
+
+
+def rows_of(x: Tensor, index: Int[Tensor, "*batch taken"]) -> Tensor:
+    """Whole tokens (*batch, n, E) at (*batch, taken)."""
+    return take(x[..., None, :], index)[..., 0, :]
+
+
+def _plan(q: Tensor, k: Tensor, choices: Tensor, *, size: int, start: int) -> tiles.Plan:
+    return tiles.Plan.of_choices(choices, size)
+
+
+_chosen = tiles.operation(
+    _chosen_softmax,
+    _plan,
+    path="softmax in tiles of gathered queries",
+    name="softmax in tiles of gathered queries",
+    why="every query reads a few blocks of its past",
+    sizes=lambda *tensors, **settings: {"choices": tensors[7].shape[-1]},
+    empty=like_queries,
+)
 
 
 def block_means(k: Tensor, key_mask: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
@@ -204,9 +293,18 @@ def attend_past(
 class Selected(SinksMixin, Attention[Any, SelectedState]):  # type: ignore[reportIncompatibleVariableOverride]
     """Chosen blocks: a query sees its own block and the ``topk - 1`` others whose mean key is nearest.
 
-    Nearest to the mean of the query's block; with is_causal=True to the query itself, among the blocks before its own,
-    so that nothing later moves a choice and decoding in any split is one pass. Nothing is drawn. What a
-    window leaves out for being far is seen if its mean is near; what is near in position only may be left out in turn.
+    With I the block of query i, and means over visible tokens (arXiv 2509.24006, equations 3 to 5; 2502.13189,
+    equations 2 to 6),
+
+    - noncausal, all queries of block I see block I and the ``topk - 1`` others with the largest
+      ``mean(q_I) . mean(k_J)``;
+    - causal, query i sees block I up to itself and the ``topk - 1`` of the blocks J < I, all of which are past, with
+      the largest ``q_i . mean(k_J)``. Nothing later moves a choice, and decoding in any split is one pass.
+
+    Masked keys are in no mean, and a block without a visible key is not chosen. Masked tokens are in no mean of
+    queries either, unless all of a block are; each is a query nevertheless. Gradients go through the softmax over what
+    was chosen, not through the choice. Nothing is drawn. What a window leaves out for being far is seen if its mean is
+    near; what is near in position only may be left out in turn.
 
     Args:
         block_size: Tokens per block; the last block may be shorter.
@@ -244,11 +342,17 @@ class Selected(SinksMixin, Attention[Any, SelectedState]):  # type: ignore[repor
         return keys <= self.topk * self.block_size
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """Softmax over the chosen blocks."""
-        return selected_attention(
-            q, k, v, block_size=self.block_size, topk=self.topk, is_causal=is_causal, key_mask=key_mask,
-            scale=self.scale, sinks=self.sinks_of(w),
-        )  # fmt: skip
+        """Softmax over the chosen blocks; exact attention where these are all."""
+        size, sinks = self.block_size, self.sinks_of(w)
+        if not symbolic() and self.covers(q.shape[-2], k.shape[-2], is_causal=is_causal):
+            return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.scale, sinks=sinks)
+        visible = torch.ones(1, k.shape[-2], dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+        if is_causal:
+            means, alive = block_means(k, key_mask, size)
+            settings = {"size": size, "topk": self.topk, "start": 0, "scale": self.scale}
+            return attend_past(q, k, v, visible, means, alive, sinks, **settings)
+        table = of_blocks(q, k, key_mask, size=size, topk=self.topk)
+        return gathered_softmax(q, k, v, table, visible, size=size, scale=self.scale, sinks=sinks)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: SelectedState | None, *, key_mask: Tensor | None
