@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,15 +123,15 @@ class Chunks(NamedTuple):
 
 def one_by_one(
     scan: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
-    first: Tensor | None, begins: Tensor,
+    first: Tensor | None, begins: Tensor, *others: Any, **settings: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run a scan ``(q, k, v, key_mask, first)`` of one sequence for several, chunks of which begin them."""
+    """Run a scan ``(q, k, v, key_mask, first, *others)`` of one sequence for several, chunks of which begin them."""
     size, outs, last = q.shape[-2] // len(begins), [], q
     starts = [0, *(i * size for i, begin in enumerate(begins.tolist()) if begin and i), q.shape[-2]]
     for start, stop in pairwise(starts):
         rows = slice(start, stop)
         tokens, mask = (x[..., rows, :] for x in (q, k, v)), None if key_mask is None else key_mask[..., rows]
-        out, last = scan(*tokens, mask, first)
+        out, last = scan(*tokens, mask, first, *others, **settings)
         outs.append(out)
         first = None
     return torch.cat(outs, -2), last

@@ -5,34 +5,42 @@ Chunk by chunk, so that memory grows with the length.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.gpu.calls import KernelSet
-from fast_attention.gpu.maps import ELU, RELU
-from fast_attention.gpu.maps import SMALLEST as SMALLEST
+from fast_attention.gpu.maps import ELU, RELU, SMALLEST
 
 CHUNK = 128  # tokens
 
 
 def scan(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, *, eps: float, code: int,
-    offset: float,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, log_decay: Tensor | None = None, *,
+    eps: float, code: int, offset: float, normalized: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Causal outputs behind a first state, and the sums over all keys with it: see ``operations.chunk_scan``."""
-    length, D, E = q.shape[-2], q.shape[-1], v.shape[-1]
+    """Causal outputs behind a first state, and the state after all keys: see ``operations.chunk_scan``."""
+    D, E, outs = q.shape[-1], v.shape[-1], []
     x, keys, values = features(q, code, offset), *masked(k, v, key_mask, code, offset)
     values = torch.cat([values, torch.ones_like(values[..., :1])], -1)
-    x, keys, values = (F.pad(each, (0, 0, 0, -length % CHUNK)).unflatten(-2, (-1, CHUNK)) for each in (x, keys, values))
-    states = keys.mT @ values
-    last = states.sum(-3) if first is None else states.sum(-3) + unpack_state(first, D, E)
-    before = F.pad(states.cumsum(-3)[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
-    before = before if first is None else before + unpack_state(first, D, E)[..., None, :, :]
-    sums = x @ before + (x @ keys.mT).tril() @ values
-    return quotient(sums.flatten(-3, -2)[..., :length, :], eps).to(q.dtype), pack_state(last)
+    state = values.new_zeros((*q.shape[:-2], D, E + 1)) if first is None else unpack_state(first, D, E)
+    for start in range(0, q.shape[-2], CHUNK):
+        at = slice(start, start + CHUNK)
+        queries, chunk = x[..., at, :], keys[..., at, :]
+        pairs = (queries @ chunk.mT).tril()
+        if log_decay is not None:
+            logs = log_decay[..., at].double().cumsum(-1)
+            between = logs[..., :, None] - logs[..., None, :]
+            pairs = pairs * between.masked_fill(between > 0, 0.0).exp().to(x.dtype)
+            queries = queries * logs.exp().to(x.dtype)[..., None]
+            chunk = chunk * (logs[..., -1:] - logs).exp().to(x.dtype)[..., None]
+            decayed = logs[..., -1, None, None].exp().to(x.dtype) * state
+        else:
+            decayed = state
+        outs.append(queries @ state + pairs @ values[..., at, :])
+        state = decayed + chunk.mT @ values[..., at, :]
+    sums = torch.cat(outs, -2)
+    out = quotient(sums, eps) if normalized else sums[..., :-1]
+    return out.to(q.dtype), pack_state(state)
 
 
 def key_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, *, code: int, offset: float) -> Tensor:
@@ -45,17 +53,6 @@ def read_sums(q: Tensor, sums: Tensor, *, eps: float, code: int, offset: float) 
     """Read sums over all keys for every query."""
     D = q.shape[-1]
     return quotient(features(q, code, offset) @ unpack_state(sums, D, sums.shape[-1] // D - 1), eps).to(q.dtype)
-
-
-def kernel_set(eps: float, code: int, offset: float) -> KernelSet:
-    """Plain functions with one map."""
-    of_map: Any = {"code": code, "offset": offset}
-    return KernelSet(
-        lambda q, k, v, mask, first: scan(q, k, v, mask, first, eps=eps, **of_map),
-        lambda k, v, mask: key_sums(k, v, mask, **of_map),
-        lambda q, sums: read_sums(q, sums, eps=eps, **of_map),
-        lambda q, k, v, mask, state: scan(q, k, v, mask, state, eps=eps, **of_map),
-    )
 
 
 def features(x: Tensor, code: int, offset: float) -> Tensor:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fast_attention.gpu.calls import KernelSet, one_by_one
-from fast_attention.gpu.plain import SMALLEST
+from fast_attention.gpu.calls import one_by_one
+from fast_attention.gpu.maps import FLOOR, SMALLEST
 
 FEW = 16  # tokens
-FLOOR = -1e30
 
 State = tuple[Tensor, Tensor, Tensor]  # products (..., D, E), sums (..., D) and scales (..., D)
 
@@ -24,7 +23,7 @@ def scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal outputs behind a first state, and the state after all keys: see ``operations.feature_scan``."""
     if begins is not None:
-        return one_by_one(kernel_set(query_rows, key_rows, bias).scan, q, k, v, key_mask, first, begins)
+        return one_by_one(scan, q, k, v, key_mask, first, begins, query_rows, key_rows, bias)
     a, (b, values) = _logs(q, query_rows, bias), _keys(k, v, key_mask, key_rows, bias)
     state, outs = unpack_state(first, b.shape[-1]) if first is not None else _nothing(b, values), []
     for at in range(0, q.shape[-2], FEW):
@@ -46,16 +45,6 @@ def read_sums(q: Tensor, sums: Tensor, query_rows: Tensor, bias: Tensor | None) 
     """Read a state for every query."""
     state = unpack_state(sums, query_rows.shape[-2])
     return _read(_logs(q, query_rows, bias), state, None, state[0]).to(q.dtype)
-
-
-def kernel_set(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None) -> KernelSet:
-    """Plain functions with one projection."""
-    return KernelSet(
-        lambda q, k, v, mask, first: scan(q, k, v, mask, first, query_rows, key_rows, bias),
-        lambda k, v, mask: key_sums(k, v, mask, key_rows, bias),
-        lambda q, sums: read_sums(q, sums, query_rows, bias),
-        lambda q, k, v, mask, state: scan(q, k, v, mask, state, query_rows, key_rows, bias),
-    )
 
 
 def unpack_state(state: Tensor, D: int) -> State:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine.decay import decayed_sums, spread
 from fast_attention.engine.scan import FLOOR, running_max
-from fast_attention.gpu.calls import KernelSet, one_by_one
+from fast_attention.gpu.calls import one_by_one
 
 
 def scan(
@@ -17,7 +17,7 @@ def scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal outputs behind a first pool, and the pool after: see ``operations.pool_scan``."""
     if begins is not None:
-        return one_by_one(kernel_set(gated).scan, q, k, v, key_mask, first, begins)
+        return one_by_one(scan, q, k, v, key_mask, first, begins, None, gated=gated)
     keys, terms, C = *keys_and_terms(k, v, key_mask), k.shape[-1]
     if first is not None:
         top, sums = first[..., None, :C].to(keys.dtype), first[..., None, C:].to(keys.dtype)
@@ -39,15 +39,6 @@ def sums(k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
 def read(q: Tensor, pool: Tensor, *, gated: bool) -> Tensor:
     """Read one pool for every query."""
     return gated_outputs(q, pool[..., None, q.shape[-1] :], gated)
-
-
-def kernel_set(gated: bool) -> KernelSet:
-    """Plain functions of the pool."""
-    return KernelSet(
-        lambda q, k, v, mask, first: scan(q, k, v, mask, first, None, gated=gated), sums,
-        lambda q, pool: read(q, pool, gated=gated),
-        lambda q, k, v, mask, pool: scan(q, k, v, mask, pool, None, gated=gated),
-    )  # fmt: skip
 
 
 def keys_and_terms(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:

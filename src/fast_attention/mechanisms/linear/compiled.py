@@ -17,6 +17,7 @@ from fast_attention.engine.heads import several
 from fast_attention.engine.operation import HALVES_AND_SINGLE, Unserved
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
+from fast_attention.mechanisms.linear.random_feature_map import RandomFeatureMap
 
 SECTION = 256  # tokens of one item of work
 PATH = "compiled core, sums over sections"
@@ -30,6 +31,11 @@ def code(phi: FeatureMap) -> dict[str, Any]:
     """The settings that name a map inside."""
     number, offset = number_of(phi)
     return {"number": number, "offset": offset}
+
+
+def random(phi: RandomFeatureMap) -> dict[str, Any]:
+    """The settings that name random features."""
+    return {"number": EXPONENTIAL if phi.exponential else TRIGONOMETRIC, "offset": 0.0, "eps": 0.0}
 
 
 def number_of(map: FeatureMap | None) -> tuple[int, float]:
@@ -54,6 +60,8 @@ def advances(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: 
 
 def why(*tensors: Tensor | None, is_causal: bool, **settings: Any) -> str:
     """Reason that ``explain`` gives for a call without a state."""
+    if len(tensors) > 10 and tensors[10] is not None:
+        return "sums that decay"
     return "causal" if is_causal else "every query sees every key"
 
 
@@ -146,9 +154,8 @@ def forward(
 def backward(
     given: Arguments, outputs: Any, kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, number: int,
     offset: float, eps: float, is_causal: bool, normalize: bool = True, advances: bool = False,
-    learned: tuple[bool, ...] | None = None,
 ) -> Arguments:  # fmt: skip
-    """Gradients; ``learned``: whether rows of queries, rows of keys and bias want one, where they do not say it."""
+    """Gradients of tokens, rows, bias, state and decays."""
     whole = given[0]
     assert whole is not None
     front = _front(whole, given[1], is_causal)
@@ -160,7 +167,7 @@ def backward(
     # a compiler's tensors may overlap, a gradient's must not
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     d_first = [None if x is None else x.new_empty(x.shape) for x in inputs[7:9]]
-    wanted = learned or [x is not None and x.requires_grad for x in weights]
+    wanted = [x is not None and x.requires_grad for x in weights]
     width, padded = -(-q.shape[3] // 32) * 32, -(-features // 32) * 32
     rows, decay = 0 if call[4] is None else call[4].shape[2], call[10]
     places = [(queries, rows, width), (keys, rows, width), (queries + keys, padded)]

@@ -17,14 +17,12 @@ from fast_attention.engine.scan import cummax
 from fast_attention.feature_maps.features import Features
 from fast_attention.feature_maps.random_features import draw, trigonometric
 from fast_attention.mechanism import Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import fast_favor, linear_state, reference
+from fast_attention.mechanisms.linear import linear_state, reference, sums
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums
-from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.random_feature_map import SINCOS, Heads
 from fast_attention.traits import PLAIN
 from fast_attention.value import at_least, one_of
-
-SINCOS = RandomFeatureMap("sincos")
 
 
 def favor_attention(
@@ -47,7 +45,7 @@ def favor_attention(
     gets zeros.
     """
     if phase is None and clamp is None:
-        return fast_favor.attend(SINCOS, q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
+        return sums.of_random_features(SINCOS, q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
     return _plain(q, k, v, projection, phase, clamp=clamp, is_causal=is_causal, key_mask=key_mask)
 
 
@@ -167,7 +165,7 @@ class Favor(Kernelised[TrigonometricWeights]):
         if self.clamp is not None and state is not None and torch.is_grad_enabled() and state.k.requires_grad:
             raise Unsupported(f"{self!r}: a state holds the clamp's unit without a gradient; detach it, or use no_grad")
         if self.clamp is None and w.phase is None:
-            return fast_favor.advance(SINCOS, q, k, v, Heads(w.projection), state, key_mask)
+            return sums.advance_random_features(SINCOS, q, k, v, Heads(w.projection), state, key_mask)
         if self.clamp is None:
             return super().advance(q, k, v, w, state, key_mask=key_mask)
         return _clamped_advance(q, k, v, w, state, key_mask, self.clamp)

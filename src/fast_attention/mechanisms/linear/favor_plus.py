@@ -13,11 +13,10 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.features import FeatureMap, as_feature_map
 from fast_attention.feature_maps.random_features import draw, generalised
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear import fast_favor, fast_linear, reference
-from fast_attention.mechanisms.linear.favor_gpu import MAPS
+from fast_attention.mechanisms.linear import reference, sums
 from fast_attention.mechanisms.linear.kernelised import CoreMap, Map, RandomKernelised, TokenMap
 from fast_attention.mechanisms.linear.linear_state import LinearState
-from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.random_feature_map import HYPERBOLIC, POSITIVE, Heads, RandomFeatureMap
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least, one_of
 
@@ -40,7 +39,8 @@ def favor_plus_attention(
     Stabilised by a running maximum, without any epsilon: no key moves a query before it. A query that sees nothing
     gets zeros.
     """
-    return fast_favor.attend(MAPS[hyperbolic], q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
+    phi = HYPERBOLIC if hyperbolic else POSITIVE
+    return sums.of_random_features(phi, q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
 
 
 @in_float32
@@ -62,7 +62,7 @@ def generalised_attention(
     """
 
     phi = _generalised_map(projection, kernel, kernel_epsilon)
-    return fast_linear.of_features(phi(q), reference.masked_keys(phi, k, key_mask), v, is_causal=is_causal)
+    return sums.of_features(phi(q), reference.masked_keys(phi, k, key_mask), v, is_causal=is_causal)
 
 
 def _generalised_map(projection: Tensor, kernel: FeatureMap, epsilon: float) -> Map:
@@ -162,7 +162,7 @@ class FavorPlus(RandomKernelised[Projection]):
         """``favor_plus_attention``, or ``generalised_attention`` where a kernel is given, with these settings."""
         visible = {"is_causal": is_causal, "key_mask": key_mask}
         if self.kernel is None:
-            return fast_favor.attend(MAPS[self.features == "hyperbolic"], q, k, v, Heads(w.projection), **visible)
+            return sums.of_random_features(RandomFeatureMap(self.features), q, k, v, Heads(w.projection), **visible)
         assert isinstance(self.kernel, FeatureMap)
         settings = {"kernel": self.kernel, "kernel_epsilon": self.kernel_epsilon}
         return generalised_attention(q, k, v, w.projection, **settings, **visible)

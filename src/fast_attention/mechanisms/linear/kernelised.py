@@ -23,7 +23,7 @@ from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.feature_map import Map as Map
 from fast_attention.mechanism import Attention, W
-from fast_attention.mechanisms.linear import fast_favor, fast_linear, favor_gpu, in_range, linear_state, reference
+from fast_attention.mechanisms.linear import compiled, gpu, linear_state, reference, sums
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
@@ -88,7 +88,7 @@ class Kernelised(Attention[W, LinearState]):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Attention with this mechanism's maps."""
         queries, keys = self.maps(w)
-        return fast_linear.of_features(queries(q), reference.masked_keys(keys, k, key_mask), v, is_causal=is_causal)
+        return sums.of_features(queries(q), reference.masked_keys(keys, k, key_mask), v, is_causal=is_causal)
 
     @in_chunks
     @in_float32
@@ -97,13 +97,13 @@ class Kernelised(Attention[W, LinearState]):
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
         queries, keys = self.maps(w)
-        return fast_linear.further_features(queries(q), reference.masked_keys(keys, k, key_mask), v, state)
+        return sums.advance_features(queries(q), reference.masked_keys(keys, k, key_mask), v, state)
 
     @summed_in_chunks
     @in_float32
     def summarise_keys(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
         """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of some tokens, over their largest features."""
-        return in_range.summarise(reference.masked_keys(self.maps(w)[1], k, key_mask), v)
+        return reference.summarised(reference.masked_keys(self.maps(w)[1], k, key_mask), v)
 
     def merge_states(self, earlier: LinearState, later: LinearState) -> LinearState:
         """The sums over two neighbouring chunks."""
@@ -152,8 +152,7 @@ class RandomKernelised(Kernelised[W]):
         phi, heads = self.features_of(w)
         if not phi.exponential:
             return None
-        rows, key_rows = (torch.cat([x.rows, -x.rows], -2) if phi.pairs else x.rows for x in (heads, heads.keys))
-        return CoreMap(None, rows, key_rows, heads.bias)
+        return CoreMap(None, *phi.rows(heads))
 
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, lengths: tuple[int, ...], *, is_causal: bool,
@@ -163,13 +162,14 @@ class RandomKernelised(Kernelised[W]):
         phi, heads = self.features_of(w)
         if not is_causal or not phi.exponential:
             return None
-        if favor_gpu.serves(q, k, v, torch.empty(0), *heads, kind=phi.number):
+        rows = phi.rows(heads)
+        if gpu.serves(q, k, v, key_mask, *rows, number=compiled.EXPONENTIAL):
             return None
-        return favor_gpu.packed(phi, q, k, v, heads, lengths, key_mask)
+        return gpu.packed(q, k, v, key_mask, *rows, lengths)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
         phi, heads = self.features_of(w)
-        return fast_favor.advance(phi, q, k, v, heads, state, key_mask)
+        return sums.advance_random_features(phi, q, k, v, heads, state, key_mask)

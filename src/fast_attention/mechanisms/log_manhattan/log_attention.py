@@ -24,7 +24,7 @@ from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.aft import reference as pool
 from fast_attention.mechanisms.aft.reference import Pool, same_width
-from fast_attention.mechanisms.linear import in_range, linear_state
+from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear import reference as linear
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.log_manhattan import reference
@@ -232,7 +232,7 @@ class LogAttention(Attention[tuple[()], States]):
         if self.score == "logdot":
             trace.record("linear attention's plain form", "its fast passes take no map of this family")
             keys = linear.masked_keys(self.feature_map.features, k, key_mask)
-            return in_range.attend(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
+            return linear.attention(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
         if self.normalize == "softmax":
             path = "a sum for each past" if is_causal else "one sum for all queries"
             trace.record(path, "the softmax cancels the queries")

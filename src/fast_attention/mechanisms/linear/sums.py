@@ -1,0 +1,173 @@
+"""Linear attention's operations: the compiled core, kernels for GPUs, or plain sums.
+
+Both take queries, keys, values and a key mask; rows of queries and of keys and a bias, of random features; the three
+tensors of a state; and the logarithms of decays (..., L, 1), or (..., L, C) for every feature. ``number`` says what
+features are made of tokens (``compiled``).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_attention.engine import trace
+from fast_attention.engine.operation import Fast, Operation, like_queries
+from fast_attention.engine.precision import in_float32, widen
+from fast_attention.engine.tracing import symbolic
+from fast_attention.feature_maps.feature_map import FeatureMap
+from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
+from fast_attention.mechanisms.linear import compiled, decayed_sums, gpu, reference
+from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.linear.random_feature_map import POSITIVE, SINCOS, Heads, RandomFeatureMap
+
+SCALED = "every key has a scale of its own"
+
+
+def _features(
+    q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor | None, key_rows: Tensor | None, bias: Tensor | None, *,
+    number: int, offset: float,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Features of queries and of keys."""
+    if rows is None or key_rows is None:
+        map = (EluPlusOne(), Relu(offset), Identity())[number]
+        return map.features(q), reference.masked_keys(map.features, k, key_mask)
+    phi = POSITIVE if number == compiled.EXPONENTIAL else SINCOS
+    return phi.plain(q, Heads(rows, bias)), reference.masked_keys(
+        lambda x: phi.plain(x, Heads(key_rows, bias)), k, key_mask
+    )
+
+
+def attended_sums(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor | None = None,
+    key_rows: Tensor | None = None, bias: Tensor | None = None, kv: None = None, z: None = None,
+    log_scale: None = None, log_decay: Tensor | None = None, *, number: int, offset: float, eps: float,
+    is_causal: bool, normalize: bool = True,
+) -> Tensor:  # fmt: skip
+    """``phi(q_i)^T S / (phi(q_i)^T z + eps)``, ``S`` and ``z`` over the keys that query i may see; zeros for none."""
+    queries, keys = _features(q, k, key_mask, rows, key_rows, bias, number=number, offset=offset)
+    if log_decay is None:
+        return reference.attention(queries, keys, v, is_causal=is_causal, eps=eps)
+    return decayed_sums.attend(queries, keys, v, log_decay, normalize=normalize, eps=eps)
+
+
+def advanced_sums(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor | None, key_rows: Tensor | None,
+    bias: Tensor | None, kv: Tensor | None, z: Tensor | None, log_scale: Tensor | None,
+    log_decay: Tensor | None = None, *, number: int, offset: float, eps: float, is_causal: bool,
+    normalize: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Causal outputs of new tokens behind a state, and the three tensors of the state after them."""
+    queries, keys = _features(q, k, key_mask, rows, key_rows, bias, number=number, offset=offset)
+    state = None if kv is None or z is None or log_scale is None else LinearState(kv, z, log_scale)
+    if log_decay is None:
+        out, after = reference.decode(queries, keys, v, state, eps=eps)
+    else:
+        out, after = decayed_sums.decode(queries, keys, v, log_decay, state, normalize=normalize, eps=eps)
+    return out, *after
+
+
+def _advances(*tensors: Any, number: int, **settings: Any) -> str:
+    """Why the core does not go on from a state; random features have scales there too."""
+    scaled = number < compiled.EXPONENTIAL and tensors[9] is not None and bool(tensors[9].any())
+    return compiled.advances(*tensors) or ("large keys that need rescaling" if scaled else "")
+
+
+attend = Operation(
+    attended_sums,
+    cpu=Fast(
+        compiled.forward, compiled.backward, serves=compiled.serves, even=3, halves=True, path=compiled.PATH,
+        why=compiled.why, sizes=compiled.sizes,
+    ),
+    cuda=Fast(gpu.attend, None, serves=gpu.serves, halves=True),
+    compute=torch.float32,
+    empty=like_queries,
+    path="plain sums",
+)  # fmt: skip
+advance = Operation(
+    advanced_sums,
+    cpu=Fast(
+        partial(compiled.forward, advances=True), partial(compiled.backward, advances=True), serves=_advances, even=3,
+        halves=True, path=compiled.PATH, why="behind a state", sizes=compiled.sizes,
+    ),
+    cuda=Fast(gpu.advance, None, serves=gpu.advances, halves=True),
+    compute=torch.float32,
+    path="plain sums",
+    sizes=lambda *tensors, **settings: {"chunk": reference.CHUNK},
+)  # fmt: skip
+
+
+def of_map(
+    phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, eps: float, is_causal: bool
+) -> Tensor:
+    """Attention with weights ``phi(q_i) . phi(k_j)``."""
+    if type(phi) in compiled.NUMBERS:
+        return attend(q, k, v, key_mask, **compiled.code(phi), eps=eps, is_causal=is_causal)
+    return _mapped(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
+
+
+@in_float32
+def _mapped(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, eps: float, is_causal: bool
+) -> Tensor:
+    keys = reference.masked_keys(phi.features, k, key_mask)
+    return of_features(phi.features(q), keys, v, eps=eps, is_causal=is_causal)
+
+
+def of_features(queries: Any, keys: Any, v: Tensor, *, eps: float = 0.0, is_causal: bool) -> Tensor:
+    """Attention with weights ``queries_i . keys_j``."""
+    if keys.log_scale is not None:
+        trace.record("plain sums", SCALED)
+        return reference.attention(queries, keys, v, eps=eps, is_causal=is_causal)
+    return attend(queries.values, keys.values, v, None, **compiled.code(Identity()), eps=eps, is_causal=is_causal)
+
+
+def advance_map(
+    phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: LinearState | None, *, eps: float
+) -> tuple[Tensor, LinearState]:
+    """Causal outputs of new tokens behind ``state``, and the state after them."""
+    if type(phi) not in compiled.NUMBERS:
+        return _mapped_advance(q, k, v, key_mask, state, phi=phi, eps=eps)
+    before, settings = (None, None, None) if state is None else state, compiled.code(phi)
+    out, kv, z, log_scale = advance(q, k, v, key_mask, None, None, None, *before, eps=eps, is_causal=True, **settings)
+    return out, LinearState(kv, z, log_scale[..., :1])
+
+
+@in_float32
+def _mapped_advance(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: LinearState | None, *, phi: FeatureMap, eps: float
+) -> tuple[Tensor, LinearState]:
+    return advance_features(phi.features(q), reference.masked_keys(phi.features, k, key_mask), v, state, eps=eps)
+
+
+def advance_features(
+    queries: Any, keys: Any, v: Tensor, state: LinearState | None, *, eps: float = 0.0
+) -> tuple[Tensor, LinearState]:
+    """``of_features`` for new tokens behind a state, and the state after them."""
+    if keys.log_scale is not None:
+        trace.record("plain sums", SCALED, chunk=reference.CHUNK)
+        return reference.decode(queries, keys, v, state, eps=eps)
+    return advance_map(Identity(), queries.values, keys.values, v, None, state, eps=eps)
+
+
+def of_random_features(
+    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
+    if not symbolic() and heads.rows.shape[:-2] != q.shape[-heads.rows.ndim : -2]:
+        batch_shape = torch.broadcast_shapes(q.shape[:-2], heads.rows.shape[:-2])
+        q, k, v = (x.expand(*batch_shape, -1, -1) for x in (q, k, v))
+    return attend(q, k, v, key_mask, *widen(phi.rows(heads)), **compiled.random(phi), is_causal=is_causal)
+
+
+def advance_random_features(
+    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState | None,
+    key_mask: Tensor | None,
+) -> tuple[Tensor, LinearState]:  # fmt: skip
+    """Causal outputs of new tokens behind ``state``, and the state after them."""
+    before = (None, None, None) if state is None else state
+    rows = widen(phi.rows(heads))
+    out, *after = advance(q, k, v, key_mask, *rows, *before, **compiled.random(phi), is_causal=True)
+    return out, LinearState(*after)
