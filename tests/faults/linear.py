@@ -10,7 +10,7 @@ FAULTS = [
     Fault("a compiled step of CosFormer reads its position", "mechanisms/linear/cosformer.py", "if symbolic():",
           "if False:", "tests/linear/test_cosformer.py -k compiled"),
     Fault("the last queries of a causal call begin at position 0", "mechanisms/linear/cosformer.py",
-          "k.shape[-2] - q.shape[-2] if is_causal else 0", "0", "tests/test_oracles.py -k CosFormer"),
+          "int(k.shape[-2] - q.shape[-2]) if is_causal else 0", "0", "tests/test_oracles.py -k CosFormer"),
     Fault("a level beyond blocks takes the weight of the one below", "mechanisms/linear/log_linear.py",
           "weights[..., min(bit, weights.shape[-1] - 1)]", "weights[..., min(bit - 1, weights.shape[-1] - 1)]",
           "tests/linear/test_log_linear.py -k levels"),

@@ -12,7 +12,7 @@ from fast_attention import Bound, DecayedLinearAttention, attention, explain
 from fast_attention.engine import trace
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.functional import implementation
-from fast_attention.gpu import configurations, maps, operations, plain
+from fast_attention.gpu import configurations, maps, operations
 from fast_attention.traits import Shape
 from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned, tensors
 from tests.oracles.linear import decayed as oracle
@@ -65,7 +65,7 @@ def agree(
     given, x = (q, k, v, first, logs), double(q, k, v, first, logs)
     results = operations.chunk_scan(q, k, v, mask if masked else None, first, logs, **numbers)
     wide = mask.expand(k.shape[:-1]) if masked else None
-    expected = plain.scan(*x[:3], wide, *x[3:], **numbers)
+    expected = operations.plain_scan(*x[:3], wide, *x[3:], **numbers)
     for mine, right in zip(results, expected, strict=True):
         assert_near(mine, right, KINDS[dtype])
     grads = [torch.randn_like(y) / y.detach().abs().max() for y in results]
@@ -151,7 +151,7 @@ def test_parts_behind_a_state_are_the_whole_and_one_token_is_one_kernel(normaliz
 def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(6, 4, 20)
     found, logs = [], log_decays(20)
-    for form in (operations.chunk_scan, plain.scan):
+    for form in (operations.chunk_scan, operations.plain_scan):
         out = form(q, k, v, None, None, logs, **NUMBERS, normalized=True)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v, logs), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v, logs)))

@@ -15,7 +15,7 @@ from fast_attention import Favor, FavorPlus, FavorPlusPlus, LearnedFeatures, att
 from fast_attention.engine import trace
 from fast_attention.functional import implementation
 from fast_attention.gpu.configurations import EXPONENTIAL, WIDEST_PROJECTED, exponential
-from fast_attention.gpu.exponential import operations, plain
+from fast_attention.gpu.exponential import operations
 from fast_attention.traits import Shape
 from tests.gpu.conftest import INTERPRETED
 from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned, tensors
@@ -110,9 +110,9 @@ def plain_forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None) -> An
     """The functions of a set of kernels in plain operations."""
     rows = query_rows, key_rows, bias
     return SimpleNamespace(
-        scan=lambda q, k, v, mask, first: plain.scan(q, k, v, mask, first, *rows),
-        sums=lambda k, v, mask: plain.key_sums(k, v, mask, key_rows, bias),
-        read=lambda q, sums: plain.read_sums(q, sums, query_rows, bias),
+        scan=lambda q, k, v, mask, first: operations.plain_scan(q, k, v, mask, first, *rows),
+        sums=lambda k, v, mask: operations.plain_sums(k, v, mask, key_rows, bias),
+        read=lambda q, sums: operations.plain_read(q, sums, query_rows, bias),
     )
 
 

@@ -18,7 +18,7 @@ from fast_attention.engine import trace
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.functional import implementation
-from fast_attention.gpu import configurations, maps, operations, plain
+from fast_attention.gpu import configurations, maps, operations
 from fast_attention.gpu.configurations import TABLE, WIDEST, configuration
 from fast_attention.gpu.tiles import round_tf32
 from tests.gpu.conftest import INTERPRETED
@@ -77,10 +77,10 @@ def agree(sizes: tuple[int, int, int], dtype: torch.dtype, is_causal: bool, mask
     wide = None if mask is None else mask.expand(k.shape[:-1])
     if is_causal:
         out = operations.chunk_scan(q, k, v, mask, None, None, eps=1e-6, **ELU)[0]
-        expected = plain.scan(*x, wide, None, None, eps=1e-6, **ELU)[0]
+        expected = operations.plain_scan(*x, wide, None, None, eps=1e-6, **ELU)[0]
     else:
         out = operations.read_sums(q, operations.key_sums(k, v, mask, **ELU), eps=1e-6, **ELU)
-        expected = plain.read_sums(x[0], plain.key_sums(*x[1:], wide, **ELU), eps=1e-6, **ELU)
+        expected = operations.plain_read(x[0], operations.plain_sums(*x[1:], wide, **ELU), eps=1e-6, **ELU)
     assert out.dtype == dtype
     assert_near(out, expected, KINDS[dtype])
     grad = torch.randn_like(out)
@@ -152,7 +152,7 @@ def test_whole_numbers_are_exact() -> None:
     assert fast is not None
     (out, last), (factors, *_) = fast.forward(q, k, v, None, None, None, keep=True, eps=0.0, **RELU)
     weights = (q.double() @ k.double().mT).tril()
-    assert torch.equal(last, plain.key_sums(k.double(), v.double(), None, **RELU).float())
+    assert torch.equal(last, operations.plain_sums(k.double(), v.double(), None, **RELU).float())
     assert torch.equal(factors, 1.0 / weights.sum(-1).float())
     assert torch.equal(out, (weights @ v.double()).float() * factors[..., None])
 
@@ -198,7 +198,7 @@ def test_decoding_is_one_kernel_and_the_causal_call(masked: bool) -> None:
 def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(6, 4, 20)
     found = []
-    for form in (operations.chunk_scan, plain.scan):
+    for form in (operations.chunk_scan, operations.plain_scan):
         out = form(q, k, v, None, None, None, eps=1e-6, **ELU)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v)))

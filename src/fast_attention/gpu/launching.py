@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import gradients, reading, steps, sums
+from fast_attention.gpu.calls import some, strides
 from fast_attention.gpu.configurations import STEP, Configuration, configuration
 from fast_attention.gpu.decays import Decays
-from fast_attention.gpu.tensors import some, strides
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fast_attention.feature_maps.features import FeatureMap, as_feature_map
 from fast_attention.feature_maps.random_features import draw, generalised
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import reference, sums
-from fast_attention.mechanisms.linear.kernelised import CoreMap, Map, RandomKernelised, TokenMap
+from fast_attention.mechanisms.linear.kernelised import CoreMap, Map, RandomKernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import HYPERBOLIC, POSITIVE, Heads, RandomFeatureMap
 from fast_attention.traits import KERNELS
@@ -142,10 +142,6 @@ class FavorPlus(RandomKernelised[Projection]):
             return super().maps(w)
         phi = _generalised_map(w.projection, self.kernel, self.kernel_epsilon)
         return phi, phi
-
-    def per_token(self, w: Projection) -> tuple[TokenMap, TokenMap]:
-        """``maps`` with one log scale for each token."""
-        return super().per_token(w) if self.kernel is None else super(RandomKernelised, self).per_token(w)
 
     def core_map(self, w: Projection) -> CoreMap | None:
         """Exponentials, unless a kernel is given."""

@@ -6,20 +6,14 @@ other weights, as in Hybrid.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
-from fast_attention.engine.heads import by_head
-from fast_attention.engine.numerics import clamp
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.feature_map import Map as Map
 from fast_attention.mechanism import Attention, W
@@ -27,24 +21,7 @@ from fast_attention.mechanisms.linear import compiled, gpu, linear_state, refere
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
-LARGE = 25.0  # the logarithm of a token's largest feature from which on it goes to the log scale
-
-
-class TokenMap(NamedTuple):
-    """A map of tokens to features with a log scale for each token."""
-
-    features: Callable[[Tensor], Features]
-    number: int | None = None  # of a token's features, where it is known without making them
-
-    def __call__(self, x: Tensor) -> Features:
-        """The features of some tokens."""
-        return self.features(x)
-
-    def first(self, x: Tensor) -> Features:
-        """The first token's features; any numbers in their place, where it is known how many there are."""
-        if self.number is None:
-            return self(x[..., :1, :])
-        return Features(x[..., :1, :1].expand(*x.shape[:-2], 1, self.number), x[..., :1, 0])
+TokenMap = Callable[[Tensor], Features]  # features with one log scale for each token
 
 
 class CoreMap(NamedTuple):
@@ -73,7 +50,7 @@ class Kernelised(Attention[W, LinearState]):
     def per_token(self, w: W) -> tuple[TokenMap, TokenMap]:
         """``maps`` over each token's largest feature, for sums with other weights than products of features."""
         queries, keys = self.maps(w)
-        return TokenMap(lambda x: queries(x).per_token()), TokenMap(lambda x: keys(x).per_token())
+        return (lambda x: queries(x).per_token()), (lambda x: keys(x).per_token())
 
     def core_map(self, w: W) -> CoreMap | None:
         """``maps`` as the compiled core makes them; None where it does not."""
@@ -110,18 +87,6 @@ class Kernelised(Attention[W, LinearState]):
         return linear_state.combine(earlier, later)
 
 
-def token_features(
-    x: Float[Tensor, "*batch n width"], rows: Tensor, bias: Tensor | None, *, hyperbolic: bool, factor: float
-) -> Features:
-    """``exp(w . x / d^(1/4) - ||x||^2 / (2 sqrt(d)) + bias + factor)`` for rows w, and for -w if ``hyperbolic``."""
-    x = clamp(x) * x.shape[-1] ** -0.25
-    logs = by_head(x, (torch.cat([rows, -rows], -2) if hyperbolic else rows).mT)
-    logs = logs if bias is None else logs + bias
-    top = logs.detach().amax(-1)
-    shift = top.masked_fill(top.abs() <= LARGE, 0.0)
-    return Features((logs - shift[..., None]).exp(), shift - x.square().sum(-1) / 2 + factor)
-
-
 class RandomKernelised(Kernelised[W]):
     """A kernelised attention whose features are those of a ``RandomFeatureMap``."""
 
@@ -133,19 +98,6 @@ class RandomKernelised(Kernelised[W]):
         """The maps of queries and of keys; the factors that the normaliser cancels are with the queries."""
         phi, heads = self.features_of(w)
         return (lambda x: phi.unbiased(x, heads)), (lambda x: phi.plain(x, heads.keys))
-
-    def per_token(self, w: W) -> tuple[TokenMap, TokenMap]:
-        """``maps`` with one log scale for each token."""
-        phi, heads = self.features_of(w)
-        if traced() or not phi.exponential:
-            return super().per_token(w)
-        form = {"hyperbolic": phi.pairs}
-        number = phi.width(heads.rows)
-        log_count = math.log(number)
-        return (
-            TokenMap(lambda x: token_features(x, heads.rows, heads.bias, factor=-log_count, **form), number),
-            TokenMap(lambda x: token_features(x, heads.keys.rows, heads.bias, factor=0.0, **form), number),
-        )
 
     def core_map(self, w: W) -> CoreMap | None:
         """Exponentials."""
