@@ -29,7 +29,7 @@ from fast_attention.gpu.exponential import operations
 from fast_attention.gpu.pooling import operations as pooling
 from fast_attention.integrations import packed_rows
 from fast_attention.integrations.visible import Visibility
-from fast_attention.mechanisms.aft import gpu as aft_gpu
+from fast_attention.mechanisms.aft import fast as aft
 from fast_attention.packed import Packing
 from fast_attention.traits import Shape
 from tests.gpu.heads import assert_near
@@ -105,7 +105,7 @@ CHUNKED = [
 
 
 def chunks_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aft_gpu, "TOKENS", 16)
+    monkeypatch.setattr(aft, "TOKENS", 16)
     for key, rows in EXPONENTIAL.items():
         monkeypatch.setitem(EXPONENTIAL, key, type(rows)(*(row._replace(chunk=16, block=16) for row in rows)))
 

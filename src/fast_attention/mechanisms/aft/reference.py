@@ -107,16 +107,6 @@ def with_ones(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([v, (k > FLOOR / 2).to(v.dtype)], -1)
 
 
-def gated_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``sigmoid(q_i)`` times the mean of the values; keys at ``FLOOR`` are masked, their values zero."""
-    return q.sigmoid() * mean(pooled(k, with_ones(k, v)).sums, v.shape[-1])
-
-
-def gated_running_means(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``sigmoid(q_i)`` times the mean of the values up to i; keys at ``FLOOR`` are masked, their values zero."""
-    return q.sigmoid() * mean(running(k, with_ones(k, v)).sums, v.shape[-1])
-
-
 def last_rows(rows: Float[Tensor, "*batch keys values"], length: int) -> Float[Tensor, "*batch length values"]:
     """The last ``length`` rows, as causal queries end where the keys end; zeros in front where there are fewer."""
     if not symbolic() and rows.shape[-2] == length:
