@@ -3,8 +3,8 @@
 from tests.faults.fault import LAW, Fault
 
 FAULTS = [
-    Fault("a later chunk's keys stay where they were", "mechanisms/linear/cosformer.py", "later.later(earlier.angle)",
-          "later.later(0 * earlier.angle)", "tests/conformance/test_contract.py -k 'combine and CosFormer'"),
+    Fault("a later chunk's keys stay where they were", "mechanisms/linear/cosformer.py", "later.rotated(earlier.angle)",
+          "later.rotated(0 * earlier.angle)", "tests/conformance/test_contract.py -k 'combine and CosFormer'"),
     Fault("new tokens begin at position 0 again", "mechanisms/linear/cosformer.py", "state.position(w)", "0",
           "tests/conformance/test_contract.py -k 'decode and CosFormer'"),
     Fault("a compiled step of CosFormer reads its position", "mechanisms/linear/cosformer.py", "if symbolic():",

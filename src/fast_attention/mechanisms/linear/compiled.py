@@ -72,27 +72,27 @@ def sizes(*tensors: Tensor | None, **settings: Any) -> dict[str, int]:
 
 def _heads(x: Tensor, axes: int = 4) -> Tensor:
     """With two leading sizes, and the numbers of a token side by side."""
-    lead = x.ndim - axes + 2
-    if lead != 2:
-        x = x.reshape(-1, *x.shape[lead - 1 :]) if lead > 2 else x[(None,) * (2 - lead)]
+    batch_axes = x.ndim - axes + 2
+    if batch_axes != 2:
+        x = x.reshape(-1, *x.shape[batch_axes - 1 :]) if batch_axes > 2 else x[(None,) * (2 - batch_axes)]
     return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
 
 
 def _call(
     arguments: Arguments, number: int, offset: float, eps: float, normalize: bool, is_causal: bool
 ) -> list[Any]:  # fmt: skip
-    """Arguments that both passes are given."""
+    """Arguments that both passes are arguments."""
     q, k, v, key_mask, rows, key_rows, bias, kv, z, log_scale, decay = arguments
     assert q is not None
     assert k is not None
     assert v is not None
     mask = None if key_mask is None else _heads(key_mask.expand(k.shape[:-1]), 3).view(torch.uint8)
-    lead = q.shape[:-2]
-    weights = [None if x is None else _heads(x.expand(*lead, *x.shape[-2:])) for x in (rows, key_rows, bias)]
+    batch_shape = q.shape[:-2]
+    weights = [None if x is None else _heads(x.expand(*batch_shape, *x.shape[-2:])) for x in (rows, key_rows, bias)]
     weights[2] = None if weights[2] is None else weights[2][..., 0, :]
     scales = log_scale.expand_as(z) if log_scale is not None and z is not None and number >= EXPONENTIAL else None
     state = [None if x is None else x.contiguous() for x in (kv, z, scales)]
-    decay = None if decay is None else _heads(decay.expand(*lead, *decay.shape[-2:]))
+    decay = None if decay is None else _heads(decay.expand(*batch_shape, *decay.shape[-2:]))
     return [_heads(q), _heads(k), _heads(v), mask, *weights, *state, decay, number, offset, eps, normalize, is_causal]
 
 
@@ -100,10 +100,10 @@ def _sections(tokens: int) -> int:
     return -(-tokens // SECTION)
 
 
-def _memory(x: Tensor, lead: int, sections: int, features: int, values: int) -> Tensor:
+def _memory(x: Tensor, heads: int, sections: int, features: int, values: int) -> Tensor:
     """Sums before each of some sections, and after the last."""
     padded = -(-features // 32) * 32
-    return x.new_empty(lead * (sections + 1) * padded * (-(-values // 32) * 32 + 2), dtype=torch.float32)
+    return x.new_empty(heads * (sections + 1) * padded * (-(-values // 32) * 32 + 2), dtype=torch.float32)
 
 
 def _sizes(call: list[Any]) -> tuple[int, int, int, int]:
@@ -130,12 +130,12 @@ def forward(
     """
     front = _front(q, k, is_causal)
     call = _call(_all(q[..., front:, :], k, v, *others), number, offset, eps, normalize, is_causal)
-    lead, _, keys, features = _sizes(call)
+    heads, _, keys, features = _sizes(call)
     # the gradient of a denominator would lose its digits with an output in 16 bits
     out = q.new_empty((*call[0].shape[:-1], v.shape[-1]), dtype=torch.float32 if keep else q.dtype)
     planes = 2 if number >= EXPONENTIAL else 1
-    denominators = q.new_empty(planes * lead * (q.shape[-2] - front), dtype=torch.float32)
-    states, last = _memory(q, lead, keys, features, v.shape[-1]), []
+    denominators = q.new_empty(planes * heads * (q.shape[-2] - front), dtype=torch.float32)
+    states, last = _memory(q, heads, keys, features, v.shape[-1]), []
     if advances:
         shape = (*q.shape[:-2], features)
         last = [out.new_empty(*each, dtype=torch.float32) for each in ((*shape, v.shape[-1]), shape)]
@@ -152,16 +152,16 @@ def forward(
 
 
 def backward(
-    given: Arguments, outputs: Any, kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, number: int,
+    arguments: Arguments, outputs: Any, saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, number: int,
     offset: float, eps: float, is_causal: bool, normalize: bool = True, advances: bool = False,
 ) -> Arguments:  # fmt: skip
     """Gradients of tokens, rows, bias, state and decays."""
-    whole = given[0]
+    whole = arguments[0]
     assert whole is not None
-    front = _front(whole, given[1], is_causal)
-    inputs = _all(whole[..., front:, :], *given[1:])
+    front = _front(whole, arguments[1], is_causal)
+    inputs = _all(whole[..., front:, :], *arguments[1:])
     call = _call(inputs, number, offset, eps, normalize, is_causal)
-    lead, queries, keys, features = _sizes(call)
+    heads, queries, keys, features = _sizes(call)
     (q, k, v), weights = call[:3], inputs[4:7]
     d_state: list[Tensor | None] = [x.contiguous() for x in gradients[1:3]] if advances else [None, None]
     # a compiler's tensors may overlap, a gradient's must not
@@ -177,11 +177,11 @@ def backward(
     ]
     d_decay = None if decay is None else torch.zeros_like(decay)
     torch.ops.fast_attention_core.features_backward(
-        *call, *kept, _heads(gradients[0][..., front:, :]), *d_state, *grads,
-        _memory(q, lead, queries, features, v.shape[-1]), *d_first, *parts, d_decay,
+        *call, *saved, _heads(gradients[0][..., front:, :]), *d_state, *grads,
+        _memory(q, heads, queries, features, v.shape[-1]), *d_first, *parts, d_decay,
     )  # fmt: skip
     if d_decay is not None:
-        d_decay = _decays(d_decay, whole, given[10], outputs[1:3], d_state)
+        d_decay = _decays(d_decay, whole, arguments[10], outputs[1:3], d_state)
     d_weights: list[Tensor | None] = []
     for part, like in zip(parts, weights, strict=True):
         if part is None or like is None:
@@ -192,7 +192,7 @@ def backward(
         d_weights.append(total.sum_to_size(like.shape))
     dq, dk, dv = (x.view(like.shape) for x, like in zip(grads, inputs[:3], strict=True))  # type: ignore[union-attr]
     dq = F.pad(dq, (0, 0, front, 0)) if front else dq
-    return (dq, dk, dv, None, *d_weights, *d_first, None, d_decay)[: len(given)]
+    return (dq, dk, dv, None, *d_weights, *d_first, None, d_decay)[: len(arguments)]
 
 
 def _decays(d_sums: Tensor, q: Tensor, like: Tensor | None, state: Any, d_state: list[Tensor | None]) -> Tensor:

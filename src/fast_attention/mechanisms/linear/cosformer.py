@@ -32,7 +32,7 @@ class Positions(NamedTuple):
         """M."""
         return int(self.positions.shape[0])  # a tensor within torch.jit.trace
 
-    def turned(self, x: Tensor, start: int | Tensor = 0) -> Float[Tensor, "*batch n both"]:
+    def reweighted(self, x: Tensor, start: int | Tensor = 0) -> Float[Tensor, "*batch n features"]:
         """``[relu(x_i) cos(a i), relu(x_i) sin(a i)]``, ``a = pi / 2M``, of tokens at i = ``start`` and on."""
         angles = torch.arange(x.shape[-2], dtype=x.dtype, device=x.device) + start
         angles = angles[:, None] * (math.pi / 2 / self.number)
@@ -46,8 +46,8 @@ class CosFormerState(NamedTuple):
     ``angle`` is that of the next token; its position and M are not known apart where states combine.
     """
 
-    kv: Float[Tensor, "*batch both values"]
-    k: Float[Tensor, "*batch both"]
+    kv: Float[Tensor, "*batch features values"]
+    k: Float[Tensor, "*batch features"]
     log_scale: Float[Tensor, "*batch 1"]
     angle: Float[Tensor, "*batch 1"]
 
@@ -63,7 +63,7 @@ class CosFormerState(NamedTuple):
             return (angle * (2 / math.pi * w.number)).round()
         return round(float(angle) * 2 / math.pi * w.number)
 
-    def later(self, angle: Tensor) -> LinearState:
+    def rotated(self, angle: Tensor) -> LinearState:
         """The sums as they are where all keys are turned further by ``angle``."""
         cos, sin = angle.cos(), angle.sin()
         kv_cos, kv_sin = self.kv.chunk(2, -2)
@@ -122,8 +122,8 @@ class CosFormer(Attention[Positions, CosFormerState]):
         if key_mask is not None and not is_causal and q.shape[-2] != k.shape[-2]:  # both begin at position 0
             k, v, key_mask = keys_to_front(k, v, key_mask)
         start = int(k.shape[-2] - q.shape[-2]) if is_causal else 0  # a tensor in torch.jit.trace
-        turned = w.turned(q, start), w.turned(k)
-        return self._linear.attend(*turned, v, (), is_causal=is_causal, key_mask=key_mask)
+        tokens = w.reweighted(q, start), w.reweighted(k)
+        return self._linear.attend(*tokens, v, (), is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
     def advance(
@@ -137,19 +137,19 @@ class CosFormer(Attention[Positions, CosFormerState]):
             torch.ops.aten._assert_async.msg(end <= w.number, refusal)
         else:
             self.within(start + k.shape[-2], w.number)
-        out, sums = self._linear.advance(w.turned(q, start), w.turned(k, start), v, (), sums, key_mask=key_mask)
+        out, sums = self._linear.advance(w.reweighted(q, start), w.reweighted(k, start), v, (), sums, key_mask=key_mask)
         return out, CosFormerState.after(sums, end, w)
 
     @in_float32
     def summarise_keys(self, k: Tensor, v: Tensor, w: Positions, *, key_mask: Tensor | None = None) -> CosFormerState:
         """The sums over some tokens, of which the first stands at position 0."""
         self.within(k.shape[-2], w.number)
-        sums = self._linear.summarise_keys(w.turned(k), v, (), key_mask=key_mask)
+        sums = self._linear.summarise_keys(w.reweighted(k), v, (), key_mask=key_mask)
         return CosFormerState.after(sums, k.shape[-2], w)
 
     def merge_states(self, earlier: CosFormerState, later: CosFormerState) -> CosFormerState:
         """The sums over two neighbouring chunks: the later one's stand behind the earlier one's."""
-        sums = linear_state.combine(LinearState(*earlier[:3]), later.later(earlier.angle))
+        sums = linear_state.combine(LinearState(*earlier[:3]), later.rotated(earlier.angle))
         return CosFormerState(*sums, earlier.angle + later.angle)
 
     def read_summary(
