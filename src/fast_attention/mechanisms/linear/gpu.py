@@ -100,8 +100,8 @@ def advance(
 
 
 def packed(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor, key_rows: Tensor, bias: Tensor | None,
-    lengths: tuple[int, ...],
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, lengths: tuple[int, ...], rows: Tensor, key_rows: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Causal outputs from exponentials of sequences of so many tokens, one behind another."""
     chunk = exponential(q.shape[-1], exact=q.dtype == torch.float32).forward.chunk

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -88,40 +88,51 @@ class Kernelised(Attention[W, LinearState]):
 
 
 class RandomKernelised(Kernelised[W]):
-    """A kernelised attention whose features are those of a ``RandomFeatureMap``."""
+    """A kernelised attention whose features are those of a ``RandomFeatureMap``, unless its settings say otherwise."""
 
     @abstractmethod
-    def features_of(self, w: W) -> tuple[RandomFeatureMap, Heads]:
-        """The map, and its weights for every head."""
+    def features_of(self, w: W) -> tuple[RandomFeatureMap, Heads] | None:
+        """The map, and its weights for every head; None for features of another kind, which ``maps`` makes."""
 
     def maps(self, w: W) -> tuple[Map, Map]:
         """The maps of queries and of keys; the factors that the normaliser cancels are with the queries."""
-        phi, heads = self.features_of(w)
+        random = self.features_of(w)
+        assert random is not None
+        phi, heads = random
         return (lambda x: phi.unbiased(x, heads)), (lambda x: phi.plain(x, heads.keys))
 
     def core_map(self, w: W) -> CoreMap | None:
         """Exponentials."""
-        phi, heads = self.features_of(w)
-        if not phi.exponential:
+        random = self.features_of(w)
+        if random is None or not random[0].exponential:
             return None
-        return CoreMap(None, *phi.rows(heads))
+        return CoreMap(None, *random[0].rows(random[1]))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """Attention from these features."""
+        random = self.features_of(w)
+        if random is None:
+            return super().attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+        return sums.of_random_features(*random, q, k, v, is_causal=is_causal, key_mask=key_mask)
 
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, lengths: tuple[int, ...], *, is_causal: bool,
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """Causal, by kernels: every sequence begins a chunk, and sums with it."""
-        phi, heads = self.features_of(w)
-        if not is_causal or not phi.exponential:
+        exponentials = self.core_map(w)
+        if not is_causal or exponentials is None:
             return None
-        rows = phi.rows(heads)
+        rows: Any = exponentials[1:]
         if gpu.serves(q, k, v, key_mask, *rows, number=compiled.EXPONENTIAL):
             return None
-        return gpu.packed(q, k, v, key_mask, *rows, lengths)
+        return gpu.packed(q, k, v, key_mask, lengths, *rows)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
-        phi, heads = self.features_of(w)
-        return sums.advance_random_features(phi, q, k, v, heads, state, key_mask)
+        random = self.features_of(w)
+        if random is None:
+            return super().advance(q, k, v, w, state, key_mask=key_mask)
+        return sums.advance_random_features(*random, q, k, v, state, key_mask)

@@ -153,7 +153,7 @@ def advance_features(
 
 
 def of_random_features(
-    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None
+    phi: RandomFeatureMap, heads: Heads, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
     """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
     if not symbolic() and heads.rows.shape[:-2] != q.shape[-heads.rows.ndim : -2]:
@@ -163,7 +163,7 @@ def of_random_features(
 
 
 def advance_random_features(
-    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState | None,
+    phi: RandomFeatureMap, heads: Heads, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None,
     key_mask: Tensor | None,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Causal outputs of new tokens behind ``state``, and the state after them."""
