@@ -78,14 +78,6 @@ def manhattan_attention(
     return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
 
 
-def manhattan(k: Tensor, v: Tensor, key_mask: Tensor | None, settings: ManhattanSettings, *, fixed: bool) -> Tensor:
-    """``reference.manhattan_sums``, ``fixed`` as for ``log_attention``."""
-    if fixed:
-        return _SUMS(k, v, key_mask, settings=settings)
-    trace.record("whole tensors at a time", "a map with something to learn")
-    return manhattan_sums(k, v, key_mask, settings=settings)
-
-
 class _Manhattan:
     def __init__(
         self, tensors: tuple[Any, ...], out: Tensor, settings: ManhattanSettings, anchor: Tensor, *gradients: Tensor
@@ -250,8 +242,10 @@ class Manhattan(Attention[tuple[()], States]):
         """Diagonal term plus sum of differences, normalised and gated."""
         if self._linear and self.reference == "self":
             settings = ManhattanSettings(self.feature_map.value_and_log, self.normalize == "mean", is_causal)
-            out = manhattan(self._keys(k, v), v, key_mask, settings, fixed=self.feature_map.fixed)
-            return self._gated(q, out)
+            if self.feature_map.fixed:
+                return self._gated(q, _SUMS(self._keys(k, v), v, key_mask, settings=settings))
+            trace.record("whole tensors at a time", "a map with something to learn")
+            return self._gated(q, manhattan_sums(self._keys(k, v), v, key_mask, settings=settings))
         if is_causal:
             return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
         l, x, ones, diagonal, weight = self._terms(k, v, key_mask)
