@@ -37,7 +37,10 @@ def linear_attention(
     authors' code. A map whose scale is kept apart (``Exp``) needs no ``eps`` and gets none. A query that sees nothing
     gets zeros.
     """
-    return sums.of_map(feature_map, q, k, v, key_mask, eps=float(eps), is_causal=is_causal)
+    settings: Any = {"eps": float(eps), "is_causal": is_causal}
+    if type(feature_map) in compiled.NUMBERS:
+        return sums.attend(q, k, v, key_mask, **compiled.code(feature_map), **settings)
+    return sums.of_map(q, k, v, key_mask, phi=feature_map, **settings)
 
 
 @dataclass(frozen=True, repr=False)

@@ -99,19 +99,11 @@ advance = Operation(
 )  # fmt: skip
 
 
-def of_map(
-    phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, eps: float, is_causal: bool
-) -> Tensor:
-    """Attention with weights ``phi(q_i) . phi(k_j)``."""
-    if type(phi) in compiled.NUMBERS:
-        return attend(q, k, v, key_mask, **compiled.code(phi), eps=eps, is_causal=is_causal)
-    return _mapped(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
-
-
 @in_float32
-def _mapped(
+def of_map(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, eps: float, is_causal: bool
 ) -> Tensor:
+    """Attention with weights ``phi(q_i) . phi(k_j)`` by features that are made here."""
     keys = reference.masked_keys(phi.features, k, key_mask)
     return of_features(phi.features(q), keys, v, eps=eps, is_causal=is_causal)
 
