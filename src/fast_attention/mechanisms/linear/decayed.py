@@ -175,7 +175,8 @@ def _both_sides(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Te
 
 def _next(x: Tensor, dim: int) -> Tensor:
     """Token behind every token; zeros behind the last."""
-    return F.pad(x.narrow(dim, 1, x.shape[dim] - 1), (0, 0) * (-1 - dim) + (0, 1))
+    padded = F.pad(x, (0, 0) * (-1 - dim) + (0, 1))
+    return padded[..., 1:] if dim == -1 else padded[..., 1:, :]
 
 
 def attend_packed(
