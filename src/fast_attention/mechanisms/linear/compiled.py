@@ -6,7 +6,7 @@ before, and taken as they are.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,23 @@ SECTION = 256  # tokens of one item of work
 PATH = "compiled core, sums over sections"
 NUMBERS = {EluPlusOne: 0, Relu: 1, Identity: 2}  # of maps inside, as ``gpu.maps`` has them
 EXPONENTIAL, TRIGONOMETRIC = 3, 4
-# q, k, v, key mask; rows of queries and of keys, bias; a state's three tensors; logarithms of decays (..., L, 1 or C)
 Arguments = tuple[Tensor | None, ...]
+
+
+class Inputs(NamedTuple):
+    """What linear attention is computed of."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None
+    rows: Tensor | None = None  # of queries' random features, (..., C, d)
+    key_rows: Tensor | None = None
+    bias: Tensor | None = None  # of exponents, (..., 1, C)
+    kv: Tensor | None = None  # the three tensors of a state
+    z: Tensor | None = None
+    log_scale: Tensor | None = None
+    log_decay: Tensor | None = None  # logarithms of decays (..., L, 1), or (..., L, C) for every feature
 
 
 def code(phi: FeatureMap) -> dict[str, Any]:
@@ -79,13 +94,10 @@ def _heads(x: Tensor, axes: int = 4) -> Tensor:
 
 
 def _call(
-    arguments: Arguments, number: int, offset: float, eps: float, normalize: bool, is_causal: bool
+    inputs: Inputs, number: int, offset: float, eps: float, normalize: bool, is_causal: bool
 ) -> list[Any]:  # fmt: skip
     """Arguments that both passes are arguments."""
-    q, k, v, key_mask, rows, key_rows, bias, kv, z, log_scale, decay = arguments
-    assert q is not None
-    assert k is not None
-    assert v is not None
+    q, k, v, key_mask, rows, key_rows, bias, kv, z, log_scale, decay = inputs
     mask = None if key_mask is None else _heads(key_mask.expand(k.shape[:-1]), 3).view(torch.uint8)
     batch_shape = q.shape[:-2]
     weights = [None if x is None else _heads(x.expand(*batch_shape, *x.shape[-2:])) for x in (rows, key_rows, bias)]
@@ -129,7 +141,7 @@ def forward(
         Unserved: Not all outputs are finite.
     """
     front = _front(q, k, is_causal)
-    call = _call(_all(q[..., front:, :], k, v, *others), number, offset, eps, normalize, is_causal)
+    call = _call(Inputs(q[..., front:, :], k, v, *others), number, offset, eps, normalize, is_causal)
     heads, _, keys, features = _sizes(call)
     # the gradient of a denominator would lose its digits with an output in 16 bits
     out = q.new_empty((*call[0].shape[:-1], v.shape[-1]), dtype=torch.float32 if keep else q.dtype)
@@ -159,7 +171,7 @@ def backward(
     whole = arguments[0]
     assert whole is not None
     front = _front(whole, arguments[1], is_causal)
-    inputs = _all(whole[..., front:, :], *arguments[1:])
+    inputs = Inputs(whole[..., front:, :], *arguments[1:])  # type: ignore[arg-type]
     call = _call(inputs, number, offset, eps, normalize, is_causal)
     heads, queries, keys, features = _sizes(call)
     (q, k, v), weights = call[:3], inputs[4:7]
@@ -208,7 +220,3 @@ def _decays(d_sums: Tensor, q: Tensor, like: Tensor | None, state: Any, d_state:
 def _front(q: Tensor, k: Tensor | None, is_causal: bool) -> int:
     """How many queries see nothing."""
     return max(q.shape[-2] - k.shape[-2], 0) if is_causal and k is not None else 0
-
-
-def _all(*tensors: Tensor | None) -> Arguments:
-    return (*tensors, *[None] * (11 - len(tensors)))

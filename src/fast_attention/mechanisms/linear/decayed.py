@@ -191,7 +191,7 @@ def attend_packed(
         return None
     logs = gpu.begun(log_decay, lengths)
     known = compiled.code(phi if type(phi) in compiled.NUMBERS else Identity())
-    if gpu.serves(q, k, v, key_mask, log_decay=logs[..., None], **known, normalize=normalize and is_causal):
+    if gpu.serves(q, k, v, key_mask, *[None] * 6, logs[..., None], **known, normalize=normalize and is_causal):
         return None
     return _attend(q, k, v, logs, key_mask, phi=phi, normalize=normalize, eps=eps, is_causal=is_causal)
 

@@ -18,35 +18,30 @@ from fast_attention.gpu import calls, maps, operations, self_check
 from fast_attention.gpu.calls import Chunks, KernelSet
 from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED, exponential
 from fast_attention.gpu.exponential import operations as exponentials
-from fast_attention.mechanisms.linear.compiled import EXPONENTIAL, TRIGONOMETRIC
+from fast_attention.mechanisms.linear.compiled import EXPONENTIAL, TRIGONOMETRIC, Inputs
 
 CODES = maps.ELU, maps.RELU, maps.IDENTITY  # of maps by the number that the core has for them
 FEW = 16  # new tokens up to which plain operations take a state on
 NOTHING = -1e4  # the logarithm of a decay of which float32 keeps nothing
 
 
-def serves(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor | None = None,
-    key_rows: Tensor | None = None, bias: Tensor | None = None, kv: Tensor | None = None, z: Tensor | None = None,
-    log_scale: Tensor | None = None, log_decay: Tensor | None = None, *, number: int, normalize: bool = True,
-    **settings: Any,
-) -> str:  # fmt: skip
+def serves(*tensors: Any, number: int, normalize: bool = True, **settings: Any) -> str:
     """Why kernels cannot compute this call; empty where they can."""
-    unsupported = operation.gpu_unsupported_reason
-    if rows is None:
-        why, case = unsupported(q, k, v, widest=WIDEST), self_check.elementwise(CODES[number])
+    x, unsupported = Inputs(*tensors), operation.gpu_unsupported_reason
+    if x.rows is None:
+        why, case = unsupported(x.q, x.k, x.v, widest=WIDEST), self_check.elementwise(CODES[number])
     else:
-        why = unsupported(q, k, widest=WIDEST_PROJECTED) or unsupported(q, v, widest=WIDEST)
-        case = self_check.exponential(rows.shape[-2], q.shape[-1])
+        why = unsupported(x.q, x.k, widest=WIDEST_PROJECTED) or unsupported(x.q, x.v, widest=WIDEST)
+        case = self_check.exponential(x.rows.shape[-2], x.q.shape[-1])
         if number == TRIGONOMETRIC:
             return why or "features of either sign"
-        if not why and bias is not None and bias.requires_grad:
+        if not why and x.bias is not None and x.bias.requires_grad:
             return "a bias that is trained"
-    if log_decay is not None:
-        if not why and log_decay.shape[-1] > 1:
+    if x.log_decay is not None:
+        if not why and x.log_decay.shape[-1] > 1:
             return "a decay for every channel"
         case = self_check.decayed(CODES[number], normalized=normalize)
-    return why or self_check.unsupported_reason(case, q, v, masked=key_mask is not None)
+    return why or self_check.unsupported_reason(case, x.q, x.v, masked=x.key_mask is not None)
 
 
 def advances(*tensors: Any, number: int, **settings: Any) -> str:
@@ -61,40 +56,33 @@ def advances(*tensors: Any, number: int, **settings: Any) -> str:
     return ""
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor | None = None,
-    key_rows: Tensor | None = None, bias: Tensor | None = None, kv: None = None, z: None = None,
-    log_scale: None = None, log_decay: Tensor | None = None, *, number: int, offset: float, eps: float,
-    is_causal: bool, normalize: bool = True,
-) -> Tensor:  # fmt: skip
+def attend(*tensors: Any, number: int, offset: float, eps: float, is_causal: bool, normalize: bool = True) -> Tensor:
     """Outputs (..., L, Ev)."""
-    shapes = [x.shape[:-2] for x in (q, k, v)]
-    if rows is None or key_rows is None:
-        kernels = _elementwise(log_decay, torch.broadcast_shapes(*shapes), number, offset, eps, normalize)
+    x = Inputs(*tensors)
+    q, k, v, shapes = x.q, x.k, x.v, [each.shape[:-2] for each in tensors[:3]]
+    if x.rows is None or x.key_rows is None:
+        kernels = _elementwise(x.log_decay, torch.broadcast_shapes(*shapes), number, offset, eps, normalize)
     else:
-        batch_shape = torch.broadcast_shapes(*shapes, rows.shape[:-2])
-        kernels = _exponential(rows, key_rows, bias, batch_shape)
+        batch_shape = torch.broadcast_shapes(*shapes, x.rows.shape[:-2])
+        kernels = _exponential(x.rows, x.key_rows, x.bias, batch_shape)
         q, k = clamp(q.expand(*batch_shape, *q.shape[-2:])), clamp(k)
-    return calls.run(kernels, q, k, v, key_mask, is_causal=is_causal)
+    return calls.run(kernels, q, k, v, x.key_mask, is_causal=is_causal)
 
 
 def advance(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor | None, key_rows: Tensor | None,
-    bias: Tensor | None, kv: Tensor | None, z: Tensor | None, log_scale: Tensor | None,
-    log_decay: Tensor | None = None, *, number: int, offset: float, eps: float, is_causal: bool,
-    normalize: bool = True,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    *tensors: Any, number: int, offset: float, eps: float, is_causal: bool, normalize: bool = True
+) -> tuple[Tensor, ...]:
     """Causal outputs of new tokens behind a state, and the three tensors of the state after them."""
-    D, first, state = k.shape[-1], None, [kv, z]
-    if rows is None or key_rows is None:
-        kernels = _elementwise(log_decay, q.shape[:-2], number, offset, eps, normalize)
+    x = Inputs(*tensors)
+    q, k, v, D, state = x.q, x.k, x.v, x.k.shape[-1], tensors[7:9]
+    if x.rows is None or x.key_rows is None:
+        kernels = _elementwise(x.log_decay, q.shape[:-2], number, offset, eps, normalize)
     else:
-        kernels, D = _exponential(rows, key_rows, bias, q.shape[:-2]), rows.shape[-2]
-        q, k, state = clamp(q), clamp(k), [kv, z, log_scale]
-    if kv is not None:
-        first = torch.cat([kv.flatten(-2), *(x for x in state[1:] if x is not None)], -1)
-    decodes = calls.steps(q, k, v, first, rows, key_rows, bias, log_decay)
-    out, last = calls.advance(kernels, q, k, v, key_mask, first, decodes=decodes)
+        kernels, D = _exponential(x.rows, x.key_rows, x.bias, q.shape[:-2]), x.rows.shape[-2]
+        q, k, state = clamp(q), clamp(k), tensors[7:10]
+    first = None if x.kv is None else torch.cat([x.kv.flatten(-2), *state[1:]], -1)
+    decodes = calls.steps(q, k, v, first, x.rows, x.key_rows, x.bias, x.log_decay)
+    out, last = calls.advance(kernels, q, k, v, x.key_mask, first, decodes=decodes)
     kv, z, *scales = last.split([D * v.shape[-1], *[D] * (len(state) - 1)], -1)
     return out, kv.unflatten(-1, (D, -1)), z, scales[0] if scales else torch.zeros_like(z[..., :1])
 

@@ -1,8 +1,6 @@
 """Linear attention's operations: the compiled core, kernels for GPUs, or plain sums.
 
-Both take queries, keys, values and a key mask; rows of queries and of keys and a bias, of random features; the three
-tensors of a state; and the logarithms of decays (..., L, 1), or (..., L, C) for every feature. ``number`` says what
-features are made of tokens (``compiled``).
+Both take the tensors of ``compiled.Inputs``; ``number`` says what features are made of tokens (``compiled``).
 """
 
 from __future__ import annotations
@@ -20,52 +18,45 @@ from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.mechanisms.linear import compiled, decayed_sums, gpu, reference
+from fast_attention.mechanisms.linear.compiled import Inputs
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import POSITIVE, SINCOS, Heads, RandomFeatureMap
 
 SCALED = "every key has a scale of its own"
 
 
-def _features(
-    q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor | None, key_rows: Tensor | None, bias: Tensor | None, *,
-    number: int, offset: float,
-) -> tuple[Any, Any]:  # fmt: skip
+def _features(x: Inputs, number: int, offset: float) -> tuple[Any, Any]:
     """Features of queries and of keys."""
-    if rows is None or key_rows is None:
+    if x.rows is None or x.key_rows is None:
         map = (EluPlusOne(), Relu(offset), Identity())[number]
-        return map.features(q), reference.masked_keys(map.features, k, key_mask)
+        return map.features(x.q), reference.masked_keys(map.features, x.k, x.key_mask)
     phi = POSITIVE if number == compiled.EXPONENTIAL else SINCOS
-    return phi.plain(q, Heads(rows, bias)), reference.masked_keys(
-        lambda x: phi.plain(x, Heads(key_rows, bias)), k, key_mask
-    )
+    heads, key_heads = Heads(x.rows, x.bias), Heads(x.key_rows, x.bias)
+    return phi.plain(x.q, heads), reference.masked_keys(lambda k: phi.plain(k, key_heads), x.k, x.key_mask)
 
 
 def attended_sums(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor | None = None,
-    key_rows: Tensor | None = None, bias: Tensor | None = None, kv: None = None, z: None = None,
-    log_scale: None = None, log_decay: Tensor | None = None, *, number: int, offset: float, eps: float,
-    is_causal: bool, normalize: bool = True,
-) -> Tensor:  # fmt: skip
+    *tensors: Any, number: int, offset: float, eps: float, is_causal: bool, normalize: bool = True
+) -> Tensor:
     """``phi(q_i)^T S / (phi(q_i)^T z + eps)``, ``S`` and ``z`` over the keys that query i may see; zeros for none."""
-    queries, keys = _features(q, k, key_mask, rows, key_rows, bias, number=number, offset=offset)
-    if log_decay is None:
-        return reference.attention(queries, keys, v, is_causal=is_causal, eps=eps)
-    return decayed_sums.attend(queries, keys, v, log_decay, normalize=normalize, eps=eps)
+    x = Inputs(*tensors)
+    queries, keys = _features(x, number, offset)
+    if x.log_decay is None:
+        return reference.attention(queries, keys, x.v, is_causal=is_causal, eps=eps)
+    return decayed_sums.attend(queries, keys, x.v, x.log_decay, normalize=normalize, eps=eps)
 
 
 def advanced_sums(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor | None, key_rows: Tensor | None,
-    bias: Tensor | None, kv: Tensor | None, z: Tensor | None, log_scale: Tensor | None,
-    log_decay: Tensor | None = None, *, number: int, offset: float, eps: float, is_causal: bool,
-    normalize: bool = True,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    *tensors: Any, number: int, offset: float, eps: float, is_causal: bool, normalize: bool = True
+) -> tuple[Tensor, ...]:
     """Causal outputs of new tokens behind a state, and the three tensors of the state after them."""
-    queries, keys = _features(q, k, key_mask, rows, key_rows, bias, number=number, offset=offset)
-    state = None if kv is None or z is None or log_scale is None else LinearState(kv, z, log_scale)
-    if log_decay is None:
-        out, after = reference.decode(queries, keys, v, state, eps=eps)
+    x = Inputs(*tensors)
+    queries, keys = _features(x, number, offset)
+    state = None if x.kv is None else LinearState(*tensors[7:10])
+    if x.log_decay is None:
+        out, after = reference.decode(queries, keys, x.v, state, eps=eps)
     else:
-        out, after = decayed_sums.decode(queries, keys, v, log_decay, state, normalize=normalize, eps=eps)
+        out, after = decayed_sums.decode(queries, keys, x.v, x.log_decay, state, normalize=normalize, eps=eps)
     return out, *after
 
 
