@@ -46,14 +46,28 @@ def advance(q: Logs, keys: Logs, v: Tensor, state: LinearState, *, chunk: int) -
         top = (a.detach() + seen).amax(-1, keepdim=True)
         pairs, queries = pairs_by_halves(a, b, top), (a + before - top).exp()
     else:
-        queries = largest_is_one(Logs(a), scale[..., None, :])
-        pairs = (queries @ (b - scale[..., None, :]).exp_().mT).tril()
+        queries, pairs = _in_one_scale(a, b, scale)
         queries = queries * (before - scale[..., None, :]).exp()
     numerator = join(pairs @ values + queries @ kv[..., :-1, :, :], length)
     denominator = pairs.sum(-1, keepdim=True) + queries @ k[..., :-1, :, None]
     return Sums(numerator, join(denominator, length)[..., 0]), LinearState(
         kv[..., -1, :, :], k[..., -1, :], log_scales[..., -1, :]
     )
+
+
+def one_chunk(q: Logs, keys: Logs, v: Tensor) -> Sums | None:
+    """Sums of a sequence that is one chunk, without a state; None where its keys rise far above the first one."""
+    scale = keys.logs.detach()[..., 0, :].clamp_min(FLOOR)
+    if bool((keys.logs.detach().amax(-2) - scale > SLACK).any()):
+        return None
+    _, pairs = _in_one_scale(q.logs, keys.logs, scale)
+    return Sums(pairs @ v, pairs.sum(-1))
+
+
+def _in_one_scale(a: Tensor, b: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Features of queries over their largest terms, and their pairs with keys over ``e^scale``."""
+    queries = largest_is_one(Logs(a), scale[..., None, :])
+    return queries, (queries @ (b - scale[..., None, :]).exp_().mT).tril()
 
 
 def pairs_by_halves(a: Tensor, b: Tensor, top: Tensor, q: Tensor | None = None, k: Tensor | None = None) -> Tensor:

@@ -93,9 +93,8 @@ def attend(
     chunk = _chunk(q, v.shape[-2]) if chunk is None else chunk
     extra = v.shape[-2] - (q.logs if isinstance(q, Logs) else q).shape[-2]
     if extra == 0:
-        if traced() or v.shape[-2] > chunk or isinstance(q, Logs) or isinstance(keys, Logs):
-            return advance(q, keys, v, chunk=chunk)[0]
-        return _one_chunk(q, keys, v)
+        sums = None if traced() or v.shape[-2] > chunk else _one_chunk(q, keys, v)
+        return advance(q, keys, v, chunk=chunk)[0] if sums is None else sums
     if extra > 0:  # every query sees the first keys
         first, rest = sliced(keys, slice(0, extra)), sliced(keys, slice(extra, None))
         return advance(q, rest, v[..., extra:, :], summarise(first, v[..., :extra, :]), chunk=chunk)[0]
@@ -116,8 +115,10 @@ def _chunk(q: Tensor | Logs, length: int) -> int:
     return length if short else CHUNK
 
 
-def _one_chunk(q: Tensor, keys: Features, v: Tensor) -> Sums:
-    """Sums of a sequence that is one chunk by one masked product, without a state."""
+def _one_chunk(q: Tensor | Logs, keys: Features | Logs, v: Tensor) -> Sums | None:
+    """Sums of a sequence that is one chunk by one masked product, without a state; None if its numbers forbid that."""
+    if isinstance(q, Logs) or isinstance(keys, Logs):
+        return log_features.one_chunk(q, keys, v)  # type: ignore[arg-type]
     pairs = (q @ keys.values.mT).masked_fill(_later(v.shape[-2], q), 0.0)
     if keys.log_scale is not None:
         pairs = pairs * _rescaled(keys.log_scale, torch.full_like(keys.log_scale[..., 0], FLOOR))[0]
