@@ -13,7 +13,7 @@ from fast_attention.engine import trace
 from fast_attention.functional import aft_full, aft_local, aft_simple
 from fast_attention.mechanisms.aft import aft_full as full
 from fast_attention.mechanisms.aft import aft_local as window
-from fast_attention.mechanisms.aft import fast, fast_causal
+from fast_attention.mechanisms.aft import fast
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 127, 129, 257, 1000]
 Call = Callable[..., Tensor]
@@ -254,5 +254,5 @@ def test_few_tokens_have_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> 
 def test_chunks_go_token_by_token_only_where_they_must() -> None:
     k = torch.randn(1, 1, 64 * 12 * 3, 1)
     k[..., 100, :] += 500.0
-    cuts, _ = fast_causal.chunks(k, any_masked=False)
+    cuts, _ = fast.chunks(k, any_masked=False)
     assert [cut.one_scale for cut in cuts] == [False] + [True] * (len(cuts) - 1)

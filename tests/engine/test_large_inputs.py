@@ -95,7 +95,7 @@ def test_decoding_at_any_scale_is_one_pass(text: str) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 16, 128])
 @pytest.mark.parametrize("spread", [1.0, 100.0, 1e5])
 def test_features_one_by_one_are_the_definition(monkeypatch: pytest.MonkeyPatch, spread: float, chunk: int) -> None:
-    """What traced code runs: feature by feature, whatever is in a chunk; where one unit does, both are the same."""
+    """What traced code runs: pairs by halves, whatever is in a chunk; where one unit does, both are the same."""
     q, k = Logs(spread * torch.randn(2, 45, 6).double()), Logs(spread * torch.randn(2, 45, 6).double())
     k.logs[:, [0, 1, 30]] = -torch.inf
     v = torch.randn(2, 45, 3).double()

@@ -5,10 +5,10 @@ from tests.faults.fault import LAW, Fault
 FAULTS = [
     Fault("pools merge without rescaling", "mechanisms/aft/reference.py", "(pool.log_scale - log_scale).exp()", "torch.ones_like(log_scale)",
           LAW + "'combine and AFTSimple'"),
-    Fault("a chunk of AFT-simple forgets to rescale its past", "mechanisms/aft/fast_causal.py",
+    Fault("a chunk of AFT-simple forgets to rescale its past", "mechanisms/aft/fast.py",
           "carry = sums.accumulate_(carry * _decay(before, scale))", "carry = sums.accumulate_(carry)",
           "tests/aft/test_aft_paths.py -k test_simple"),
-    Fault("AFT-simple's gradient forgets what later chunks read", "mechanisms/aft/fast_causal.py",
+    Fault("AFT-simple's gradient forgets what later chunks read", "mechanisms/aft/fast.py",
           "d_carry = d_sums.accumulate_(d_carry, backwards=True)",
           "d_carry = d_sums.accumulate_(0 * d_carry, backwards=True)",
           "tests/aft/test_aft_paths.py -k test_simple"),

@@ -167,7 +167,7 @@ FAULTS = [
     ),
     Fault(
         "a decay learns nothing from keys",
-        "gpu/decayed.py",
+        "gpu/operations.py",
         "totals = of_queries.sum(-2, dtype=torch.float64) - of_keys.sum(-2, dtype=torch.float64)",
         "totals = of_queries.sum(-2, dtype=torch.float64)",
         DECAYED + "every_configuration",
@@ -237,21 +237,21 @@ FAULTS = [
     ),
     Fault(
         "sums go on from one packed sequence to the next",
-        "mechanisms/linear/decayed_gpu.py",
+        "mechanisms/linear/gpu.py",
         "NOTHING = -1e4",
         "NOTHING = -1e-4",
         PACKED + "anew",
     ),
     Fault(
         "not causal, sums from the end hold a query's own key too",
-        "mechanisms/linear/decayed_gpu.py",
+        "mechanisms/linear/decayed.py",
         "(q * decay_factor if by_channel else q, _next(k, -2), _next(v, -2))",
         "(q, k, v)",
         "tests/gpu/test_decayed.py -k the_oracle",
     ),
     Fault(
         "not causal, sums from the end fade a token too late",
-        "mechanisms/linear/decayed_gpu.py",
+        "mechanisms/linear/decayed.py",
         "_next(to_next, axis).flip(axis), mask",
         "to_next.flip(axis), mask",
         "tests/gpu/test_decayed.py -k the_oracle",

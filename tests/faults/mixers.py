@@ -22,6 +22,6 @@ FAULTS = [
     Fault("a product over tokens forgets the sequences but the last", "mechanisms/mixers/fast.py",
           "beta=float(i > 0)", "beta=0.0", "tests/mixers/test_mixers.py -k product"),
     Fault("short sequences are mixed one after another", "mechanisms/mixers/fast.py",
-          "(_affine_plain if together else _AFFINE)", "_AFFINE",
+          "(_affine_plain if short(x[..., None, :, :]) else _AFFINE)", "_AFFINE",
           "tests/conformance/test_short_sequences.py -k 'as_many_tokens and GMLP-all'"),
 ]  # fmt: skip

@@ -18,8 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention.feature_maps.features import EluPlusOne
-from fast_attention.gpu import configurations, self_check
+from fast_attention.gpu import configurations, maps, self_check
 from fast_attention.gpu.configurations import EXPONENTIAL, Exponential
 from fast_attention.gpu.exponential.launching import Launch
 from fast_attention.gpu.self_check import LARGEST, Case
@@ -32,8 +31,8 @@ VARIED = [{"warps": 4}, {"block": 32}, {"block": 32, "warps": 4}, {"precision": 
 def known() -> list[Case]:
     """Every kernel of its own kind; FlexAttention, which the interpreter has not, on a GPU alone."""
     made = [
-        self_check.elementwise(EluPlusOne()),
-        self_check.decayed(EluPlusOne(), normalized=True),
+        self_check.elementwise(maps.ELU),
+        self_check.decayed(maps.ELU, normalized=True),
         self_check.exponential(256, WIDTH),
         self_check.pools(),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from fast_attention import Favor, FavorPlus, FavorPlusPlus, LearnedFeatures, att
 from fast_attention.engine import trace
 from fast_attention.functional import implementation
 from fast_attention.gpu.configurations import EXPONENTIAL, WIDEST_PROJECTED, exponential
-from fast_attention.gpu.exponential import operations, plain
+from fast_attention.gpu.exponential import operations
 from fast_attention.traits import Shape
 from tests.gpu.conftest import INTERPRETED
 from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned, tensors
@@ -96,13 +97,23 @@ def agree(sizes: tuple[int, int, int, int], dtype: torch.dtype, is_causal: bool,
     mine = q, k, v, query_rows, key_rows
     out = result(operations.kernel_set(query_rows, key_rows, bias), q, k, v, mask, is_causal)
     right = x, y, z, *rows = double(*mine)
-    expected = result(plain.kernel_set(*rows, bias.double()), x, y, z, mask, is_causal)
+    expected = result(plain_forms(*rows, bias.double()), x, y, z, mask, is_causal)
     assert out.dtype == dtype
     assert_near(out, expected, KINDS[dtype])
     grad = torch.randn_like(out)
     expected = torch.autograd.grad(expected, right, grad.double())
     for found, wanted in zip(torch.autograd.grad(out, mine, grad), expected, strict=True):
         assert_near(found, wanted, 2 * KINDS[dtype])
+
+
+def plain_forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None) -> Any:
+    """The functions of a set of kernels in plain operations."""
+    rows = query_rows, key_rows, bias
+    return SimpleNamespace(
+        scan=lambda q, k, v, mask, first: operations.plain_scan(q, k, v, mask, first, *rows),
+        sums=lambda k, v, mask: operations.plain_sums(k, v, mask, key_rows, bias),
+        read=lambda q, sums: operations.plain_read(q, sums, query_rows, bias),
+    )
 
 
 def result(kernel_set: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -129,7 +140,7 @@ def test_keys_far_apart_hide_nothing(masked: bool) -> None:
     assert float(logs.max() - logs.min()) > 200
     out = result(operations.kernel_set(rows, rows, None), q, k, v, mask, True)
     right = x, y, z = double(q, k, v)
-    expected = result(plain.kernel_set(rows.double(), rows.double(), None), x, y, z, mask, True)
+    expected = result(plain_forms(rows.double(), rows.double(), None), x, y, z, mask, True)
     assert_near(out, expected, 5e-4)  # logarithms of 500 have that much of rounding
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, (q, k, v), grad)
@@ -189,7 +200,7 @@ def test_nothing_beyond_the_last_query_counts() -> None:
     found, grad = [], torch.randn(1, 1, 70, 4)
     for kernel_set, kind in (
         (operations.kernel_set(rows, rows, None), torch.float32),
-        (plain.kernel_set(rows.double(), rows.double(), None), torch.float64),
+        (plain_forms(rows.double(), rows.double(), None), torch.float64),
     ):
         x = [t.detach().to(kind).requires_grad_() for t in (q, k, v)]
         found.append(torch.autograd.grad(kernel_set.scan(*x, None, None)[0], x, grad.to(kind)))
@@ -202,7 +213,7 @@ def test_a_query_that_sees_nothing_gets_zeros_and_gives_none() -> None:
     mask[..., :10] = False
     rows, _ = drawn(6, 20)
     out = operations.kernel_set(rows, rows, None).scan(q, k, v, mask, None)[0]
-    expected = plain.kernel_set(rows, rows, None).scan(q, k, v, mask, None)[0]
+    expected = plain_forms(rows, rows, None).scan(q, k, v, mask, None)[0]
     assert not out[..., :10, :].any()
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, (q, k, v, rows), grad)
@@ -254,7 +265,7 @@ def test_decoding_is_one_kernel_and_the_causal_call(mechanism: Any, masked: bool
 def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(6, 4, 20)
     rows, found = drawn(6, 12)[0], []
-    for kernel_set in (operations.kernel_set(rows, rows, None), plain.kernel_set(rows, rows, None)):
+    for kernel_set in (operations.kernel_set(rows, rows, None), plain_forms(rows, rows, None)):
         out = kernel_set.scan(q, k, v, None, None)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v, rows), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v, rows)))

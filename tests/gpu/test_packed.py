@@ -25,12 +25,11 @@ from fast_attention.feature_maps.features import Identity, Relu
 from fast_attention.functional import implementation
 from fast_attention.gpu import configurations, flex
 from fast_attention.gpu.configurations import EXPONENTIAL
-from fast_attention.gpu.exponential import operations, plain
+from fast_attention.gpu.exponential import operations
 from fast_attention.gpu.pooling import operations as pooling
-from fast_attention.gpu.pooling import plain as plain_pooling
 from fast_attention.integrations import packed_rows
 from fast_attention.integrations.visible import Visibility
-from fast_attention.mechanisms.aft import gpu as aft_gpu
+from fast_attention.mechanisms.aft import fast as aft
 from fast_attention.packed import Packing
 from fast_attention.traits import Shape
 from tests.gpu.heads import assert_near
@@ -106,7 +105,7 @@ CHUNKED = [
 
 
 def chunks_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aft_gpu, "TOKENS", 16)
+    monkeypatch.setattr(aft, "TOKENS", 16)
     for key, rows in EXPONENTIAL.items():
         monkeypatch.setitem(EXPONENTIAL, key, type(rows)(*(row._replace(chunk=16, block=16) for row in rows)))
 
@@ -136,8 +135,8 @@ def test_second_derivatives_keep_sequences_apart(name: str, monkeypatch: pytest.
     (q, k, v), _, _ = packed_heads((32,), 4)
     begins, rows, found = torch.tensor([1, 1], dtype=torch.uint8), torch.randn(2, 4, 4), []
     forms: dict[str, Any] = {
-        "feature_scan": (operations.feature_scan, plain.scan, (rows, rows, None, begins), {}),
-        "pool_scan": (pooling.pool_scan, plain_pooling.scan, (begins,), {"gated": True}),
+        "feature_scan": (operations.feature_scan, operations.plain_scan, (rows, rows, None, begins), {}),
+        "pool_scan": (pooling.pool_scan, pooling.plain_scan, (begins,), {"gated": True}),
     }
     kernel, twin, given, settings = forms[name]
     for form in (kernel, twin):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fast_attention import AFTSimple, attention, explain
 from fast_attention.engine import trace
-from fast_attention.gpu.pooling import launching, operations, plain
+from fast_attention.gpu.pooling import launching, operations
 from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned
 from tests.gpu.heads import tensors as of_widths
 from tests.oracles.aft import simple as oracle
@@ -79,11 +79,11 @@ def agree(sizes: tuple[int, int], dtype: torch.dtype, masked: bool, gated: bool,
     first, mask = first_pool(sizes[0]).requires_grad_(), mask if masked else None
     x, wide = double(q, k, v, first), None if mask is None else mask.expand(k.shape[:-1])
     results = operations.pool_scan(q, k, v, mask, first, None, gated=gated)
-    expected = plain.scan(*x[:3], wide, x[3], None, gated=gated)
+    expected = operations.plain_scan(*x[:3], wide, x[3], None, gated=gated)
     same((q, k, v, first), x, results, expected, dtype, bound)
-    pool, right = operations.pool_sums(k, v, mask), plain.sums(*x[1:3], wide)
+    pool, right = operations.pool_sums(k, v, mask), operations.plain_sums(*x[1:3], wide)
     results = pool, operations.pool_read(q, pool, gated=gated)
-    same((q, k, v), x[:3], results, (right, plain.read(x[0], right, gated=gated)), dtype, bound)
+    same((q, k, v), x[:3], results, (right, operations.plain_read(x[0], right, gated=gated)), dtype, bound)
 
 
 def same(given: Any, x: Any, results: Any, expected: Any, dtype: torch.dtype, bound: float) -> None:
@@ -164,7 +164,7 @@ def test_parts_behind_a_pool_are_the_whole() -> None:
 def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(4, 20)
     found = []
-    for form in (operations.pool_scan, plain.scan):
+    for form in (operations.pool_scan, operations.plain_scan):
         out = form(q, k, v, None, None, None, gated=True)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v)))

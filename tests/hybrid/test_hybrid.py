@@ -17,8 +17,6 @@ from fast_attention.engine import trace
 from fast_attention.engine.masks import masked_softmax
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.features import Custom, Exp, Quadratic
-from fast_attention.feature_maps.random_features import positive
-from fast_attention.mechanisms.linear.kernelised import token_features
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.oracles import ORACLES
 from tests.test_oracles import same
@@ -291,24 +289,6 @@ def test_what_the_blocks_cover_is_softmax() -> None:
     with trace.recorded() as steps:
         attention(q, k, v, "Hybrid(near=BlockLocal(block_size=8, before=4, after=3))")
     assert steps[0].why.startswith("BlockLocal(block_size=8, before=4, after=3) leaves keys out")
-
-
-@pytest.mark.parametrize("size", [0.1, 1.0, 300.0])
-@pytest.mark.parametrize("hyperbolic", [False, True])
-def test_token_features_are_the_plain_map_whatever_their_range(hyperbolic: bool, size: float) -> None:
-    """Values times the exponential of their log scale, with all gradients, where one shift serves and where not."""
-    x, rows = size * torch.randn(2, 3, 7, 8, dtype=torch.float64), torch.randn(3, 5, 8, dtype=torch.float64)
-    bias = None if hyperbolic else torch.randn(3, 1, 5, dtype=torch.float64).requires_grad_()
-    inputs = [t for t in (x.requires_grad_(), rows.requires_grad_(), bias) if t is not None]
-    values, log_scale = token_features(x, rows, bias, hyperbolic=hyperbolic, factor=0.5)
-    logs = positive(x * 8**-0.25, rows, bias, hyperbolic=hyperbolic, factor=0.5).logs
-    large = values.detach() > 1e-200
-    assert large.any(-1).all()
-    ours, theirs = values[large].log() + log_scale[..., None].expand(values.shape)[large], logs[large]
-    torch.testing.assert_close(ours, theirs)
-    probe = torch.randn_like(ours)
-    for a, b in zip(*(torch.autograd.grad((y * probe).sum(), inputs) for y in (ours, theirs)), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("kept", [10, 70, 270])

@@ -15,7 +15,8 @@ from fast_attention.engine.operation import Operation, Unserved, always
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, Relu
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_plus_attention, linear_attention
-from fast_attention.mechanisms.linear import compiled, decayed, fast_favor, fast_linear
+from fast_attention.mechanisms.linear import compiled, sums
+from fast_attention.mechanisms.linear.random_feature_map import POSITIVE, SINCOS
 
 pytestmark = pytest.mark.skipif(bool(core.unavailable()), reason="no compiled core")
 
@@ -31,9 +32,7 @@ def in_core(operation: Operation) -> Operation:
     return Operation(operation.reference, cpu=replace(operation.cpu, serves=always))
 
 
-SUMS, FURTHER = in_core(fast_linear.sums), in_core(fast_linear.further)
-EXPONENTIALS, FURTHER_EXPONENTIALS = in_core(fast_favor.sums), in_core(fast_favor.further)
-DECAYED = in_core(decayed._further)
+ATTEND, ADVANCE = in_core(sums.attend), in_core(sums.advance)
 
 
 def leaves(*tensors: Tensor | None) -> list[Any]:
@@ -87,12 +86,12 @@ def test_sums_are_the_plain_form(sizes: tuple[int, int, int, int], phi: FeatureM
         for mask in (None, some_keys(sizes[1])):
             for is_causal in (False, True):
                 settings: Any = {**compiled.code(phi), "eps": 1e-6, "is_causal": is_causal}
-                agree(SUMS, [q, k, v, mask], **settings)
+                agree(ATTEND, [q, k, v, mask], **settings)
             if sizes[0] == sizes[1]:
                 state = torch.rand(2, 3, sizes[2], sizes[3]), 3 * torch.rand(2, 3, sizes[2]) + 1
                 settings["is_causal"] = True
                 before = [*state, torch.zeros(2, 3, 1)]
-                agree(FURTHER, [q, k, v, mask, None, None, None, *before], **settings)
+                agree(ADVANCE, [q, k, v, mask, None, None, None, *before], **settings)
     finally:
         core_width()
 
@@ -110,15 +109,15 @@ def test_exponentials_are_the_plain_form(sizes: tuple[int, int, int, int], train
     q, k, v = tokens(sizes, scale * (8 / sizes[2]) ** 0.25)
     k[..., ::37, :] *= 2
     W = draw(3, 70, sizes[2])
-    rows = [W, 2 * torch.randn(3, 1, 70), draw(3, 70, sizes[2])] if trained else [W, None, W]
+    rows = [W, draw(3, 70, sizes[2]), 2 * torch.randn(3, 1, 70)] if trained else [W, W, None]
     for mask in (None, some_keys(sizes[1])):
         for is_causal in (False, True):
-            settings: Any = {"kind": 0, "is_causal": is_causal, "rtol": 4e-5 * max(1.0, scale)}
-            agree(EXPONENTIALS, [q, k, v, mask, *rows], **settings)
+            settings: Any = {**compiled.random(POSITIVE), "is_causal": is_causal, "rtol": 4e-5 * max(1.0, scale)}
+            agree(ATTEND, [q, k, v, mask, *rows], **settings)
         if sizes[0] == sizes[1]:
             state = torch.rand(2, 3, 70, sizes[3]), torch.rand(2, 3, 70) + 1, 3 * torch.randn(2, 3, 70)
             settings["is_causal"] = True
-            agree(FURTHER_EXPONENTIALS, [q, k, v, mask, *rows, *state], **settings)
+            agree(ADVANCE, [q, k, v, mask, *rows, *state], **settings)
 
 
 @pytest.mark.parametrize("sizes", [x for x in SIZES if x[1] > 256], ids=str)
@@ -129,11 +128,11 @@ def test_eight_heads_are_read_from_first_to_last(sizes: tuple[int, int, int, int
     W = draw(3, 70, sizes[2])
     for mask in (None, some_keys(sizes[1], batch=4)):
         for is_causal in (False, True):
-            agree(SUMS, [q, k, v, mask], **compiled.code(EluPlusOne()), eps=1e-6, is_causal=is_causal)
-            agree(EXPONENTIALS, [q, k, v, mask, W, None, W], kind=0, is_causal=is_causal)
+            agree(ATTEND, [q, k, v, mask], **compiled.code(EluPlusOne()), eps=1e-6, is_causal=is_causal)
+            agree(ATTEND, [q, k, v, mask, W, W, None], **compiled.random(POSITIVE), is_causal=is_causal)
         if sizes[0] == sizes[1]:
             state = torch.rand(4, 3, 70, sizes[3]), torch.rand(4, 3, 70) + 1, 3 * torch.randn(4, 3, 70)
-            agree(FURTHER_EXPONENTIALS, [q, k, v, mask, W, None, W, *state], kind=0, is_causal=True)
+            agree(ADVANCE, [q, k, v, mask, W, W, None, *state], **compiled.random(POSITIVE), is_causal=True)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -149,11 +148,11 @@ def test_signed_features_are_the_plain_form(sizes: tuple[int, int, int, int], ba
         W = draw(3, 35, sizes[2])
         for mask in (None, some_keys(sizes[1], batch=batch)):
             for is_causal in (False, True):
-                agree(EXPONENTIALS, [q, k, v, mask, W, None, W], kind=2, is_causal=is_causal)
+                agree(ATTEND, [q, k, v, mask, W, W, None], **compiled.random(SINCOS), is_causal=is_causal)
             if sizes[0] == sizes[1]:
                 state = torch.rand(batch, 3, 70, sizes[3]), torch.rand(batch, 3, 70), torch.randn(batch, 3, 1)
                 state[1][..., :35] += 9  # cosines
-                agree(FURTHER_EXPONENTIALS, [q, k, v, mask, W, None, W, *state], kind=2, is_causal=True)
+                agree(ADVANCE, [q, k, v, mask, W, W, None, *state], **compiled.random(SINCOS), is_causal=True)
     finally:
         core_width()
 
@@ -162,9 +161,9 @@ def test_a_scale_that_rises_by_hundreds_within_a_section() -> None:
     """Steps end early; no key moves a query before it, and the largest leaves only itself."""
     W, v = draw(3, 64, 8), torch.randn(2, 3, 250, 5)
     k = torch.linspace(1, 400, 250)[:, None] * torch.nn.functional.normalize(torch.randn(2, 3, 250, 8), dim=-1)
-    out = EXPONENTIALS(k, k, v, None, W, None, W, kind=2, is_causal=True)
+    out = ATTEND(k, k, v, None, W, W, None, **compiled.random(SINCOS), is_causal=True)
     torch.testing.assert_close(out[..., 150:, :], v[..., 150:, :], rtol=1e-3, atol=1e-3)
-    again = EXPONENTIALS(*(x[..., :99, :] for x in (k, k, v)), None, W, None, W, kind=2, is_causal=True)
+    again = ATTEND(*(x[..., :99, :] for x in (k, k, v)), None, W, W, None, **compiled.random(SINCOS), is_causal=True)
     torch.testing.assert_close(out[..., :99, :], again, rtol=1e-5, atol=1e-5)
 
 
@@ -179,25 +178,24 @@ def test_sums_that_decay_are_the_plain_form(
     """Slow and fast decays, of tokens and of channels, masked and behind a state: gradients of decays too."""
     for phi, normalize in zip(MAPS, (True, True, False), strict=True):
         q, k, v = (x.abs() if phi == Identity() else x for x in tokens(sizes, batch=batch))
-        logs = -strength * torch.rand(batch, 3, sizes[0], *([sizes[2]] if by_channel else []))
+        logs = -strength * torch.rand(batch, 3, sizes[0], sizes[2] if by_channel else 1)
         state = torch.rand(batch, 3, sizes[2], sizes[3]), 3 * torch.rand(batch, 3, sizes[2]) + 1
-        over_all = -torch.rand(batch, 3, sizes[2] if by_channel else 1)
-        settings: Any = {"phi": phi, "normalize": normalize, "eps": 0.1, "fixed": 7}
-        agree(DECAYED, [q, k, v, logs, None], advances=False, **settings)
-        before = [*state, torch.zeros(batch, 3, 1), over_all]
-        agree(DECAYED, [q, k, v, logs, some_keys(sizes[1], batch=batch), *before], advances=True, **settings)
+        settings: Any = {**compiled.code(phi), "normalize": normalize, "eps": 0.1, "is_causal": True}
+        agree(ATTEND, [q, k, v, None, *[None] * 6, logs], **settings)
+        mask, before = some_keys(sizes[1], batch=batch), [*state, torch.zeros(batch, 3, 1)]
+        agree(ADVANCE, [q, k, v, mask, None, None, None, *before, logs], **settings)
 
 
 def test_a_sequence_that_begins_in_another_reads_nothing_before_it() -> None:
     """Decays that leave nothing, even of infinite logarithm; those behind them are as fine as ever."""
     q, k, v = tokens((600, 600, 20, 7))
-    logs = -0.01 * torch.rand(2, 3, 600)
+    logs = -0.01 * torch.rand(2, 3, 600, 1)
     for nothing in (-1e4, float("-inf")):
         cut = logs.clone()
-        cut[..., [300, 301, 310]] = nothing
-        settings: Any = {"phi": EluPlusOne(), "normalize": True, "eps": 1e-6, "advances": False}
-        out = DECAYED(q, k, v, cut, None, **settings)
-        late = DECAYED(*(x[..., 310:, :] for x in (q, k, v)), cut[..., 310:], None, **settings)
+        cut[..., [300, 301, 310], :] = nothing
+        settings: Any = {**compiled.code(EluPlusOne()), "eps": 1e-6, "is_causal": True}
+        out = ATTEND(q, k, v, *[None] * 7, cut, **settings)
+        late = ATTEND(*(x[..., 310:, :] for x in (q, k, v)), *[None] * 7, cut[..., 310:, :], **settings)
         torch.testing.assert_close(out[..., 310:, :], late, rtol=1e-5, atol=1e-5)
 
 
@@ -207,7 +205,7 @@ def test_features_that_grow_to_the_end() -> None:
     direction = torch.nn.functional.normalize(W[:, :1], dim=-1)
     k = torch.linspace(80, 0, 250)[:, None] * direction + torch.zeros(2, 1, 1, 1)
     q = direction + 0.1 * torch.randn(2, 3, 250, 8)
-    agree(EXPONENTIALS, [q, k, v, None, W, None, W], kind=0, is_causal=True, rtol=3e-4)
+    agree(ATTEND, [q, k, v, None, W, W, None], **compiled.random(POSITIVE), is_causal=True, rtol=3e-4)
 
 
 def calls() -> list[Any]:

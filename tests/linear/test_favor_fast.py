@@ -11,11 +11,10 @@ from torch import Tensor
 from fast_attention import core
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_attention, favor_plus_attention
-from fast_attention.mechanisms.linear import fast_favor, linear_state, reference
-from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear import linear_state, reference, sums
+from fast_attention.mechanisms.linear.random_feature_map import HYPERBOLIC, POSITIVE, SINCOS, Heads, RandomFeatureMap
 
 D, M, WIDE = 8, 24, 5
-POSITIVE, HYPERBOLIC, SINCOS = (RandomFeatureMap(kind) for kind in ("positive", "hyperbolic", "sincos"))
 # with or without a number of each feature's own in the exponent, and rows for keys
 Kind = tuple[RandomFeatureMap, bool, bool]
 EXPONENTIAL: list[Kind] = [(POSITIVE, False, False), (POSITIVE, True, True), (HYPERBOLIC, False, True),
@@ -54,7 +53,7 @@ def inputs(length: int, keys: int | None = None, scale: float = 1.0, **kind: Any
 def agree(phi: Kind, x: tuple[Tensor, ...], rtol: float = 1e-10, **settings: Any) -> None:
     """Outputs and all gradients, those of rows and biases too, within ``rtol`` of the largest number."""
     kind, heads = phi[0], Heads(*(t if t is None else t.requires_grad_() for t in some_heads(*phi)))
-    ours, theirs = fast_favor.attend(kind, *x, heads, **settings), plain(kind, *x, heads, **settings)
+    ours, theirs = sums.of_random_features(kind, heads, *x, **settings), plain(kind, *x, heads, **settings)
     probe = torch.randn_like(ours)
     leaves = [*x, *(t for t in heads if t is not None)]
     ours, theirs = ((out, *torch.autograd.grad(out, leaves, probe)) for out in (ours, theirs))
@@ -93,7 +92,7 @@ def test_keys_that_grow_from_chunk_to_chunk() -> None:
                                                     ramp * direction, v))  # fmt: skip
     for is_causal in (False, True):
         outs = (
-            fast_favor.attend(POSITIVE, *x, Heads(W), is_causal=is_causal, key_mask=None),
+            sums.of_random_features(POSITIVE, Heads(W), *x, is_causal=is_causal, key_mask=None),
             plain(POSITIVE, *x, Heads(W), is_causal=is_causal),
         )
         probe = torch.randn_like(outs[0])
@@ -175,7 +174,8 @@ def test_prefill(phi: Kind) -> None:
     whole = plain(kind, q, k, v, heads, is_causal=True, key_mask=mask)
     state, outs = None, []
     for at in (slice(0, 70), slice(70, 73), slice(73, 74), slice(74, 300)):
-        out, state = fast_favor.advance(kind, q[..., at, :], k[..., at, :], v[..., at, :], heads, state, mask[..., at])
+        tokens = [x[..., at, :] for x in (q, k, v)]
+        out, state = sums.advance_random_features(kind, heads, *tokens, state, mask[..., at])
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs, -2), whole, rtol=1e-9, atol=1e-9)
     assert state is not None
@@ -193,7 +193,8 @@ def test_gradients_behind_a_state(phi: Kind, scale: float) -> None:
     kind, heads = phi[0], Heads(*(t if t is None else t.requires_grad_() for t in some_heads(*phi)))
     leaves, outs, state = [q, k, v, *(t for t in heads if t is not None)], [], None
     for at in (slice(0, 135), slice(135, 137), slice(137, 290), slice(290, 430)):
-        out, state = fast_favor.advance(kind, q[..., at, :], k[..., at, :], v[..., at, :], heads, state, mask[..., at])
+        tokens = [x[..., at, :] for x in (q, k, v)]
+        out, state = sums.advance_random_features(kind, heads, *tokens, state, mask[..., at])
         outs.append(out)
     whole, probe = plain(kind, q, k, v, heads, is_causal=True, key_mask=mask), torch.randn(2, 2, 430, WIDE).double()
     ours, theirs = (torch.autograd.grad(out, leaves, probe) for out in (torch.cat(outs, -2), whole))
@@ -204,8 +205,8 @@ def test_gradients_behind_a_state(phi: Kind, scale: float) -> None:
 def test_second_derivatives_behind_a_state() -> None:
     (q, k, v), heads = inputs(290), some_heads(POSITIVE, False, False)
     parts = [[x[..., at, :] for x in (q, k, v)] for at in (slice(0, 140), slice(140, 290))]
-    first, state = fast_favor.advance(POSITIVE, *parts[0], heads, None, None)
-    outs = torch.cat([first, fast_favor.advance(POSITIVE, *parts[1], heads, state, None)[0]], -2)
+    first, state = sums.advance_random_features(POSITIVE, heads, *parts[0], None, None)
+    outs = torch.cat([first, sums.advance_random_features(POSITIVE, heads, *parts[1], state, None)[0]], -2)
     once = [torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
             for out in (outs, plain(POSITIVE, q, k, v, heads, is_causal=True))]  # fmt: skip
     twice = [torch.autograd.grad(sum(g.square().sum() for g in each), (q, k, v)) for each in once]

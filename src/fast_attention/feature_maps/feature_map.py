@@ -47,6 +47,11 @@ class Logs(NamedTuple):
     logs: Float[Tensor, "*batch n C"]
 
     @property
+    def log_scale(self) -> Float[Tensor, "*batch n C"]:
+        """The logarithms, which are all scale."""
+        return self.logs
+
+    @property
     def free(self) -> Logs:
         """Features of queries: the scale of their largest term comes with the keys."""
         return self

@@ -42,7 +42,7 @@ class Positive(Value, ABC):
         """``log(1 + h(z))``, positive and finite for every finite z."""
         return torch.log1p(self(z))
 
-    def both(self, z: Float[Tensor, "..."]) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    def value_and_log(self, z: Float[Tensor, "..."]) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
         """``h(z)`` and ``log h(z)``."""
         return self(z), self.log(z)
 
@@ -70,7 +70,7 @@ class PositiveSoftplus(Positive):
         """``log(1 + e^z) + eps``."""
         return F.softplus(z, threshold=EXACT) + self.eps
 
-    def both(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def value_and_log(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """``h`` and ``log h`` from one softplus."""
         h = self(z)
         return h, h.log() if self.eps >= LEAST else self.log(z)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import gradients, reading, steps, sums
+from fast_attention.gpu.calls import some, strides
 from fast_attention.gpu.configurations import STEP, Configuration, configuration
 from fast_attention.gpu.decays import Decays
-from fast_attention.gpu.tensors import some, strides
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,14 @@ class Launch:
     normalized: bool = True
 
     @classmethod
-    def of(cls, x: Tensor, v: Tensor, code: int, offset: float) -> Launch:
+    def of(
+        cls, x: Tensor, v: Tensor, code: int, offset: float, log_decay: Tensor | None = None, *, normalized: bool = True
+    ) -> Launch:
         """For tokens ``x`` that are mapped by map number ``code``; float32 keeps float32's digits."""
         exact = x.dtype == torch.float32 or v.dtype == torch.float32
-        return cls(code, offset, configuration(x.shape[-1], v.shape[-1], exact=exact), "tf32x3" if exact else "tf32")
+        sizes = configuration(x.shape[-1], v.shape[-1], exact=exact)
+        decays = None if log_decay is None else Decays.of(log_decay, sizes.chunk)
+        return cls(code, offset, sizes, "tf32x3" if exact else "tf32", decays, normalized)
 
     def options(self, mask: Tensor | None = None) -> dict[str, Any]:
         """Constants of a kernel over tiles."""

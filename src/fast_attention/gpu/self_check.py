@@ -21,19 +21,16 @@ import torch
 from torch import Tensor
 
 from fast_attention import __version__, files
+from fast_attention.engine import trace
 from fast_attention.engine.tracing import symbolic
-from fast_attention.feature_maps.feature_map import Elementwise
-from fast_attention.gpu import decayed as decays
-from fast_attention.gpu import flex, maps, operations, plain
+from fast_attention.gpu import flex, operations
 from fast_attention.gpu.calls import KernelSet
 from fast_attention.gpu.exponential import operations as exponentials
-from fast_attention.gpu.exponential import plain as plain_exponentials
 from fast_attention.gpu.pooling import operations as pooling
-from fast_attention.gpu.pooling import plain as plain_pooling
 
 TOKENS = 300  # more than a chunk, and no multiple of a block
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # error, of the largest number
-Make = Callable[[torch.device], tuple[KernelSet, KernelSet]]
+Make = Callable[[torch.device], KernelSet]
 _verdicts: dict[str, str] = {}
 
 
@@ -45,8 +42,8 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, name: str, make: Make) -> Case:
-        """A case of kernels and their plain forms, made for two heads on a device."""
-        return cls(name, partial(_unlike_forms, make))
+        """A case of kernels, made for two heads on a device, and the references of their operations."""
+        return cls(name, partial(_unlike_reference, make))
 
 
 def unsupported_reason(case: Case, q: Tensor, v: Tensor, *, masked: bool) -> str:
@@ -134,27 +131,34 @@ def _kept() -> dict[str, str]:
     return held if isinstance(held, dict) else {}
 
 
-def elementwise(phi: Elementwise) -> Case:
-    """The kernels of a map's number, those of features where it has none."""
-    code, offset = maps.code(phi) or (maps.IDENTITY, 0.0)
-    numbers = 1e-6, code, offset
-    return Case.of(f"map {code}", lambda device: (operations.kernel_set(*numbers), plain.kernel_set(*numbers)))
+def elementwise(code: int) -> Case:
+    """The kernels of a map, by its number (``maps``)."""
+    return Case.of(f"map {code}", lambda device: operations.kernel_set(1e-6, code, 0.0))
 
 
-def decayed(phi: Elementwise, *, normalized: bool) -> Case:
+def decayed(code: int, *, normalized: bool) -> Case:
     """The kernels of sums that decay."""
-    code, offset = maps.code(phi) or (maps.IDENTITY, 0.0)
 
-    def make(device: torch.device) -> tuple[KernelSet, KernelSet]:
-        logs = torch.rand(1, 2, TOKENS, generator=torch.Generator(device).manual_seed(1), device=device) * -0.1
-        return decays.kernel_set(logs, 1e-6, code, offset, normalized=normalized)
+    def make(device: torch.device) -> KernelSet:
+        return operations.kernel_set(1e-6, code, 0.0, -0.1 * _drawn(1, 2, TOKENS, device=device), normalized=normalized)
 
     return Case.of(f"decays {code} {normalized}", make)
 
 
+def exponential(features: int, width: int) -> Case:
+    """The kernels of so many exponentials, of heads so wide."""
+
+    def make(device: torch.device) -> KernelSet:
+        generator = torch.Generator(device).manual_seed(1)
+        rows = torch.randn(2, features, width, generator=generator, device=device)
+        return exponentials.kernel_set(rows, rows, None)
+
+    return Case.of(f"exponentials {features}", make)
+
+
 def pools() -> Case:
     """The kernels of pools."""
-    return Case.of("pools", lambda device: (pooling.kernel_set(gated=True), plain_pooling.kernel_set(gated=True)))
+    return Case.of("pools", lambda device: pooling.kernel_set(gated=True))
 
 
 def flex_attention() -> Case:
@@ -201,15 +205,8 @@ def _unlike_softmax(
     return _unlike("softmax's", parts, *results, of=f"{width} and {values} in {dtype}")
 
 
-def exponential(features: int, width: int) -> Case:
-    """The kernels of so many exponentials, of heads so wide."""
-
-    def make(device: torch.device) -> tuple[KernelSet, KernelSet]:
-        rows = torch.randn(2, features, width, generator=torch.Generator(device).manual_seed(1), device=device)
-        kernels = exponentials.kernel_set(rows, rows, None)
-        return kernels, plain_exponentials.kernel_set(rows, rows, None)
-
-    return Case.of(f"exponentials {features}", make)
+def _drawn(*sizes: int, device: torch.device, seed: int = 1) -> Tensor:
+    return torch.rand(sizes, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
 def _heads(width: int, values: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -218,25 +215,34 @@ def _heads(width: int, values: int, dtype: torch.dtype, device: torch.device) ->
     return tuple(torch.rand(1, 2, TOKENS, n, generator=generator, device=device).to(dtype) for n in sizes)
 
 
-def _unlike_forms(make: Make, width: int, values: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
+def _unlike_reference(
+    make: Make, width: int, values: int, dtype: torch.dtype, device: torch.device, masked: bool
+) -> str:
     q, k, v, grad = _heads(width, values, dtype, device)
-    generator = torch.Generator(device=device).manual_seed(1)
-    mask = torch.rand(1, 2, TOKENS, generator=generator, device=device) > 0.2 if masked else None
-    pair = make(device)
-    for name in ("causal",) if pair[0].read is None else ("causal", "noncausal"):
+    mask = _drawn(1, 2, TOKENS, device=device) > 0.2 if masked else None
+    run, of = make(device), f"{width} and {values} in {dtype}"
+    for name in ("causal",) if run.read is None else ("causal", "noncausal"):
         results = []
-        for form, kind in zip(pair, (dtype, torch.float64), strict=True):  # no TF32 of the caller's in float64
-            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        for kind, context in ((dtype, contextlib.nullcontext()), (torch.float64, trace.implementation("reference"))):
+            # in float64 no TF32 of the caller's
+            with torch.enable_grad(), torch.autocast(device.type, enabled=False), context:
                 x, y, z = (x.to(kind).requires_grad_() for x in (q, k, v))
-                out = _result(form, x, y, z, mask, is_causal=name == "causal")
+                if name == "causal" or run.sums is None or run.read is None:
+                    out = run.scan(x, y, z, mask, None)[0]
+                else:
+                    out = run.read(x, run.sums(y, z, mask))
                 results.append([out, *torch.autograd.grad(out, (x, y, z), grad.to(kind))])
-        if why := _unlike(name, ("output", "dq", "dk", "dv"), *results, of=f"{width} and {values} in {dtype}"):
+        if why := _unlike(name, ("output", "dq", "dk", "dv"), *results, of=of):
             return why
-    right = pair[1].scan(k.double(), k.double(), v.double(), mask, None)[1]  # a state of many keys
+    one, one_mask = [x[..., :1, :] for x in (q, k, v)], None if mask is None else mask[..., :1]
+    with torch.no_grad(), trace.implementation("reference"):
+        state = run.scan(k.double(), k.double(), v.double(), mask, None)[1]  # of many keys
+        x, y, z = (x.double() for x in one)
+        expected = run.scan(x, y, z, one_mask, state)
     with torch.no_grad():
-        decoded = _decoded(pair[0], q, k, v, mask, right.float())
-        expected = _decoded(pair[1], q.double(), k.double(), v.double(), mask, right)
-    return _unlike("decoded", ("output", "state"), decoded, expected, of=f"{width} and {values} in {dtype}")
+        x, y, z = one
+        decoded = run.step(x, y, z, one_mask, state.float())
+    return _unlike("decoded", ("output", "state"), decoded, expected, of=of)
 
 
 def _unlike(name: str, parts: Iterable[str], kernels: Iterable[Tensor], rights: Iterable[Tensor], *, of: str) -> str:
@@ -247,19 +253,3 @@ def _unlike(name: str, parts: Iterable[str], kernels: Iterable[Tensor], rights: 
         if not error <= most:  # NaN too
             return f"{name} {part} of heads of {of} is off by {error:.2g}"
     return ""
-
-
-def _decoded(
-    kernel_set: KernelSet, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor
-) -> tuple[Tensor, ...]:
-    """The first token, added to a state."""
-    q, k, v = q[..., :1, :], k[..., :1, :], v[..., :1, :]
-    return kernel_set.step(q, k, v, None if mask is None else mask[..., :1], state)
-
-
-def _result(kernel_set: KernelSet, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
-    if is_causal:
-        return kernel_set.scan(q, k, v, mask, None)[0]
-    assert kernel_set.sums is not None
-    assert kernel_set.read is not None
-    return kernel_set.read(q, kernel_set.sums(k, v, mask))

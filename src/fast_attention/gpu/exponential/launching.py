@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import sums as elementwise
+from fast_attention.gpu.calls import power, some, strides
 from fast_attention.gpu.configurations import STEP, Exponential, exponential
 from fast_attention.gpu.exponential import gradients, reading, steps, sums, values
-from fast_attention.gpu.tensors import power, some, strides
 
 
 class Weights(NamedTuple):

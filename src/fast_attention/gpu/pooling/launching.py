@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fast_attention.gpu.calls import power, some, strides
 from fast_attention.gpu.pooling import gradients, kernels
-from fast_attention.gpu.tensors import power, some, strides
 
 CHANNELS = 64  # that a program takes
 SHORTEST, LONGEST = 64, 1024  # tokens of a chunk

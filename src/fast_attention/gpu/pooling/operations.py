@@ -12,11 +12,61 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from fast_attention.gpu.calls import KernelSet
+from fast_attention.engine.decay import decayed_sums, spread
+from fast_attention.engine.scan import FLOOR, running_max
+from fast_attention.gpu.calls import KernelSet, as_bytes, contiguous, kernels, launched, one_by_one, rest_like
 from fast_attention.gpu.operations import Passed
-from fast_attention.gpu.pooling import plain
-from fast_attention.gpu.tensors import as_bytes, contiguous, kernels, launched, rest_like
+
+
+def plain_scan(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, begins: Tensor | None, *,
+    gated: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Causal outputs behind a first pool, and the pool after: the reference of ``pool_scan``."""
+    if begins is not None:
+        return one_by_one(plain_scan, q, k, v, key_mask, first, begins, None, gated=gated)
+    keys, terms, C = *_keys_and_terms(k, v, key_mask), k.shape[-1]
+    if first is not None:
+        top, sums = first[..., None, :C].to(keys.dtype), first[..., None, C:].to(keys.dtype)
+        keys, terms = torch.cat([top.detach(), keys], -2), torch.cat([sums, terms], -2)
+    tops = running_max(keys.detach())
+    rows = decayed_sums(spread((keys - tops).exp(), 2 * C) * terms, tops)
+    last = torch.cat([tops[..., -1, :], rows[..., -1, :]], -1)
+    return _gated(q, rows[..., int(first is not None) :, :], gated), last
+
+
+def plain_sums(k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The pool of some keys."""
+    keys, terms = _keys_and_terms(k, v, key_mask)
+    top = keys.detach().amax(-2, keepdim=True)
+    rows = (spread((keys - top).exp(), terms.shape[-1]) * terms).sum(-2)
+    return torch.cat([top[..., 0, :], rows], -1)
+
+
+def plain_read(q: Tensor, pool: Tensor, *, gated: bool) -> Tensor:
+    """Read one pool for every query."""
+    return _gated(q, pool[..., None, q.shape[-1] :], gated)
+
+
+def _keys_and_terms(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys, hidden ones at ``FLOOR``, and values beside ones, zeros where hidden."""
+    k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
+    terms = torch.cat([v, torch.ones_like(k)], -1)
+    if key_mask is None:
+        return k, terms
+    hidden = ~key_mask[..., None]
+    return k.masked_fill(hidden, FLOOR), terms.masked_fill(hidden, 0.0)
+
+
+def _gated(q: Tensor, rows: Tensor, gated: bool) -> Tensor:
+    """Numerators over denominators, in the dtype of queries; ``gated``: times ``sigmoid(q)``."""
+    numerator, denominator = rows.chunk(2, -1)
+    nothing = denominator == 0
+    means = (numerator / denominator.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
+    means = F.sigmoid(q.to(means.dtype)) * means if gated else means.expand(q.shape)
+    return means.to(q.dtype)
 
 
 def _launch(x: Tensor, begins: Tensor | None = None) -> Any:
@@ -102,9 +152,9 @@ def _read_vjp(inputs: Any, outputs: Any, saved: Any, gradients: Any, *, gated: b
     return dq, torch.cat([torch.zeros_like(a), a * factor, -b * factor], -1)
 
 
-pool_scan = kernels(plain.scan, _scan, _scan_vjp, _scan_like, outputs=2)
-pool_sums = kernels(plain.sums, _sums, _sums_vjp, _sums_like)
-pool_read = kernels(plain.read, _read, _read_vjp, _read_like)
+pool_scan = kernels(plain_scan, _scan, _scan_vjp, _scan_like, outputs=2)
+pool_sums = kernels(plain_sums, _sums, _sums_vjp, _sums_like)
+pool_read = kernels(plain_read, _read, _read_vjp, _read_like)
 
 
 def kernel_set(gated: bool, begins: Tensor | None = None) -> KernelSet:

@@ -324,17 +324,17 @@ class WindowState(NamedTuple):
     """State for decoding: the last ``window - 1`` keys, and in front of them the pool of all earlier ones as a key."""
 
     scores: Float[Tensor, "*batch window width"]
-    values_and_ones: Float[Tensor, "*batch window both"]
+    values_and_ones: Float[Tensor, "*batch window sums"]
     position: Int[Tensor, ""]  # tokens so far
 
 
 def one_row(
     biases: Float[Tensor, "#heads 1 window"],
     scores: Float[Tensor, "*batch heads keys width"],
-    values_and_ones: Float[Tensor, "*batch heads keys both"],
+    values_and_ones: Float[Tensor, "*batch heads keys sums"],
     *,
     strict: bool,
-) -> Float[Tensor, "*batch heads 1 both"]:
+) -> Float[Tensor, "*batch heads 1 sums"]:
     """The sums of one new token, up to a factor, over its window and the row of all earlier keys in front of it."""
     if strict:
         scores, values_and_ones = scores[..., 1:, :], values_and_ones[..., 1:, :]

@@ -12,7 +12,7 @@ from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
-from fast_attention.mechanisms.aft import fast, fast_causal, gpu, reference
+from fast_attention.mechanisms.aft import fast, reference
 from fast_attention.mechanisms.aft.reference import Pool, same_width
 from fast_attention.traits import KERNELS
 
@@ -30,7 +30,7 @@ def aft_simple(
     The sums run over the keys that query i may see. Exact for keys of any size: every sum is divided by the exponential
     of a running maximum. A query that sees nothing gets zeros.
     """
-    return (fast_causal.causal if is_causal else fast.noncausal)(q, k, v, key_mask)
+    return (fast.causal if is_causal else fast.noncausal)(q, k, v, key_mask)
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,19 +67,19 @@ class AFTSimple(Attention[tuple[()], Pool]):
     ) -> Tensor | None:  # fmt: skip
         """Causal, by kernels: every sequence begins a chunk, and pools with it."""
         same_width(self, k, v)
-        if not is_causal or gpu.serves(q, k, v, key_mask):
+        if not is_causal or fast.gpu_serves(q, k, v, key_mask):
             return None
-        return gpu.packed(q, k, v, lengths, key_mask)
+        return fast.packed_on_gpu(q, k, v, lengths, key_mask)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Pool | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, Pool]:
         """Outputs of new tokens, and the pool of all keys up to the last."""
         same_width(self, k, v)
-        if why := gpu.serves(q, k, v, key_mask):
+        if why := fast.gpu_serves(q, k, v, key_mask):
             operation.log_fallback(q, why)
             return self._advance(q, k, v, w, state, key_mask=key_mask)
-        return gpu.advance(q, k, v, key_mask, state)
+        return fast.advance_on_gpu(q, k, v, key_mask, state)
 
     @in_chunks
     @in_float32

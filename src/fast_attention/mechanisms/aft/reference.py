@@ -25,7 +25,7 @@ class Pool(NamedTuple):
     """State for decoding: sums over keys; the true ones are ``exp(log_scale)`` times ``sums``."""
 
     log_scale: Float[Tensor, "*batch length weights"]  # the largest score so far; FLOOR where no key was seen
-    sums: Float[Tensor, "*batch length both"]  # numerators, then denominators
+    sums: Float[Tensor, "*batch length sums"]  # numerators, then denominators
 
 
 def visible_ones(
@@ -40,7 +40,7 @@ def terms(
     scores: Float[Tensor, "*batch keys weights"],
     values: Float[Tensor, "*batch keys values"],
     key_mask: Bool[Tensor, "*#batch2 keys"] | None,
-) -> tuple[Float[Tensor, "*batch keys weights"], Float[Tensor, "*batch keys both"]]:
+) -> tuple[Float[Tensor, "*batch keys weights"], Float[Tensor, "*batch keys sums"]]:
     """Scores, masked ones at ``FLOOR``, and values beside ones, masked rows zero."""
     values_and_ones = torch.cat([masks.drop(values, key_mask), visible_ones(scores, key_mask)], -1)
     return masked_scores(scores, key_mask), values_and_ones
@@ -58,13 +58,13 @@ def weighted(scores: Tensor, values_and_ones: Tensor, log_scale: Tensor) -> Tens
     return spread((scores - log_scale).exp(), values_and_ones.shape[-1]) * values_and_ones
 
 
-def pooled(scores: Float[Tensor, "*batch keys weights"], values_and_ones: Float[Tensor, "*batch keys both"]) -> Pool:
+def pooled(scores: Float[Tensor, "*batch keys weights"], values_and_ones: Float[Tensor, "*batch keys sums"]) -> Pool:
     """The pool of all keys, one row."""
     log_scale = scores.detach().amax(-2, keepdim=True)
     return Pool(log_scale, weighted(scores, values_and_ones, log_scale).sum(-2, keepdim=True))
 
 
-def running(scores: Float[Tensor, "*batch keys weights"], values_and_ones: Float[Tensor, "*batch keys both"]) -> Pool:
+def running(scores: Float[Tensor, "*batch keys weights"], values_and_ones: Float[Tensor, "*batch keys sums"]) -> Pool:
     """The pool of all keys up to each, as many rows as keys.
 
     Every row has the maximum of its past as log scale, so that neither a huge key to come nor one long gone can
@@ -75,7 +75,7 @@ def running(scores: Float[Tensor, "*batch keys weights"], values_and_ones: Float
 
 
 def prepended(
-    pool: Pool | None, scores: Float[Tensor, "*batch keys weights"], values_and_ones: Float[Tensor, "*batch keys both"]
+    pool: Pool | None, scores: Float[Tensor, "*batch keys weights"], values_and_ones: Float[Tensor, "*batch keys sums"]
 ) -> tuple[Tensor, Tensor]:
     """Keys with the row of an earlier pool in front of them, as if it were one more key."""
     if pool is None:
@@ -91,7 +91,7 @@ def combined(earlier: Pool, later: Pool) -> Pool:
     return Pool(log_scale, a * earlier.sums + b * later.sums)
 
 
-def mean(sums: Float[Tensor, "*batch length both"], values: int) -> Float[Tensor, "*batch length values"]:
+def mean(sums: Float[Tensor, "*batch length sums"], values: int) -> Float[Tensor, "*batch length values"]:
     """Numerators, the first ``values`` channels, over denominators; zeros where no key is visible."""
     return quotient(sums[..., :values], sums[..., values:])
 
@@ -105,16 +105,6 @@ def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
 def with_ones(k: Tensor, v: Tensor) -> Tensor:
     """Values beside ones, zeros for keys at ``FLOOR``."""
     return torch.cat([v, (k > FLOOR / 2).to(v.dtype)], -1)
-
-
-def gated_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``sigmoid(q_i)`` times the mean of the values; keys at ``FLOOR`` are masked, their values zero."""
-    return q.sigmoid() * mean(pooled(k, with_ones(k, v)).sums, v.shape[-1])
-
-
-def gated_running_means(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``sigmoid(q_i)`` times the mean of the values up to i; keys at ``FLOOR`` are masked, their values zero."""
-    return q.sigmoid() * mean(running(k, with_ones(k, v)).sums, v.shape[-1])
 
 
 def last_rows(rows: Float[Tensor, "*batch keys values"], length: int) -> Float[Tensor, "*batch length values"]:

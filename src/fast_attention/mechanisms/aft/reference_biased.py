@@ -6,8 +6,8 @@ would underflow for some. Where not all queries see the same keys, these are tak
 the maximum of a tile is nowhere above a query's own. Triangles fall into such squares by halving. Log scales are
 constants to autograd: they cancel between numerator and denominator.
 
-Scores and ``values_and_ones`` come from ``reference.terms``. Results are exact as long as biases of one row, and the 0
-outside its window, lie within 80 of each other in float32 (700 in float64); scores may lie anywhere.
+Scores and ``values_and_ones``, here x, come from ``reference.terms``. Results are exact as long as biases of one row,
+and the 0 outside its window, lie within 80 of each other in float32 (700 in float64); scores may lie anywhere.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SIDE = 32  # a causal triangle of n tokens is halved down to triangles of at mos
 def full(
     bias: Float[Tensor, "length keys"],
     scores: Float[Tensor, "*batch keys weights"],
-    values_and_ones: Float[Tensor, "*batch keys both"],
-) -> Float[Tensor, "*batch length both"]:
-    """``sum_j exp(w_ij + s_j) both_j`` over all keys, up to a factor per query and channel; time O(n^2 d)."""
+    values_and_ones: Float[Tensor, "*batch keys sums"],
+) -> Float[Tensor, "*batch length sums"]:
+    """``sum_j exp(w_ij + s_j) x_j`` over all keys, up to a factor per query and channel; time O(n^2 d)."""
     weights = (bias - bias.detach().amax(-1, keepdim=True)).exp()
     return weights @ weighted(scores, values_and_ones, scores.detach().amax(-2, keepdim=True))
 
@@ -40,11 +40,11 @@ def full(
 def full_causal(
     bias: Float[Tensor, "length length"],
     scores: Float[Tensor, "*batch length weights"],
-    values_and_ones: Float[Tensor, "*batch length both"],
+    values_and_ones: Float[Tensor, "*batch length sums"],
     *,
     longest: int,
-) -> Float[Tensor, "*batch length both"]:
-    """``sum_{j <= i} exp(w_ij + s_j) both_j`` up to a factor per query and channel: half the products of ``full``.
+) -> Float[Tensor, "*batch length sums"]:
+    """``sum_{j <= i} exp(w_ij + s_j) x_j`` up to a factor per query and channel: half the products of ``full``.
 
     ``longest`` bounds the length: an exported graph, which may not ask for the length, halves that often.
     """
@@ -72,12 +72,12 @@ def full_causal(
 def windowed(
     band: Float[Tensor, "#heads #length taps"],
     scores: Float[Tensor, "*batch heads length weights"],
-    values_and_ones: Float[Tensor, "*batch heads length both"],
+    values_and_ones: Float[Tensor, "*batch heads length sums"],
     *,
     is_causal: bool,
     strict: bool,
-) -> Float[Tensor, "*batch heads length both"]:
-    """``sum_j exp(w_ij + s_j) both_j`` up to a factor per query and channel, w given in a window and 0 outside it.
+) -> Float[Tensor, "*batch heads length sums"]:
+    """``sum_j exp(w_ij + s_j) x_j`` up to a factor per query and channel, w given in a window and 0 outside it.
 
     ``band[..., i, o]`` is the bias of key ``i + o - taps // 2`` for query i; ``strict`` leaves out the keys outside the
     window. Time O(n taps d), memory O(n (taps + d log taps)), never n x n.
@@ -113,18 +113,18 @@ def _in_window(weights: Tensor, scores: Tensor, values_and_ones: Tensor, scale: 
 def _outside(scores: Tensor, values_and_ones: Tensor, scale: Tensor, size: int, *, is_causal: bool) -> Tensor:
     """The sums over all keys ``size`` or more positions away."""
     length, terms = scores.shape[-2], weighted(scores, values_and_ones, scale)
-    ahead = (0, 0, size, 0)
+    padding = (0, 0, size, 0)
     if is_causal:
-        decay = at_most(F.pad(scale, ahead)[..., :length, :] - scale, 0.0).exp()
-        return F.pad(decayed_sums(terms, scale), ahead)[..., :length, :] * spread(decay, values_and_ones.shape[-1])
-    before = F.pad(prefix_sums(terms), ahead)[..., :length, :]
-    return before + F.pad(prefix_sums(terms.flip(-2)), ahead)[..., :length, :].flip(-2)
+        decay = at_most(F.pad(scale, padding)[..., :length, :] - scale, 0.0).exp()
+        return F.pad(decayed_sums(terms, scale), padding)[..., :length, :] * spread(decay, values_and_ones.shape[-1])
+    before = F.pad(prefix_sums(terms), padding)[..., :length, :]
+    return before + F.pad(prefix_sums(terms.flip(-2)), padding)[..., :length, :].flip(-2)
 
 
 def _triangle(
     weights: Tensor, scores: Tensor, values_and_ones: Tensor, scale: Tensor, *, size: int, diagonal: bool
 ) -> Tensor:
-    """``sum_{c < a} W_ac exp(s_c - scale_a) both_c`` in blocks (..., heads, n, side, E); c = a too with ``diagonal``.
+    """``sum_{c < a} W_ac exp(s_c - scale_a) x_c`` in blocks (..., heads, n, side, E); c = a too with ``diagonal``.
 
     ``weights`` (heads, n, side, side), where a size of 1 serves all; side is at most ``size``.
     """
@@ -156,7 +156,7 @@ def _halves(weights: Tensor, scores: Tensor, values_and_ones: Tensor, scale: Ten
 
 
 def _square(weights: Tensor, scores: Tensor, values_and_ones: Tensor, scale: Tensor) -> Tensor:
-    """``sum_c W_ac exp(s_c - scale_a) both_c`` over square tiles, whose maximum serves every query."""
+    """``sum_c W_ac exp(s_c - scale_a) x_c`` over square tiles, whose maximum serves every query."""
     tile_scale = scores.detach().amax(-2, keepdim=True)
     decay = spread(at_most(tile_scale - scale, 0.0).exp(), values_and_ones.shape[-1])
     terms = weighted(scores, values_and_ones, tile_scale)

@@ -46,7 +46,7 @@ class WKVState(NamedTuple):
     """Sums over all keys so far, ``exp(log_scale)`` times ``sums``, and the decay over all of them."""
 
     log_scale: Float[Tensor, "*batch 1 width"]
-    sums: Float[Tensor, "*batch 1 both"]  # numerators, then denominators
+    sums: Float[Tensor, "*batch 1 sums"]  # numerators, then denominators
     log_decay: Float[Tensor, "*batch 1 width"]
 
 
@@ -123,7 +123,7 @@ class Groups(NamedTuple):
         return self.visible.flip(-1).cumsum(-1).flip(-1) - self.visible
 
 
-def _cut(k: Tensor, decay: Tensor, mask: Tensor | None) -> list[Groups]:
+def _groups_of(k: Tensor, decay: Tensor, mask: Tensor | None) -> list[Groups]:
     length, size = k.shape[-2], fast.chunk_length(k, GROUP)
     grouped = length // GROUP * GROUP
     places = [*chunks_of(size, grouped), *([slice(grouped, length)] if grouped < length else [])]
@@ -181,7 +181,7 @@ def _forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     width, out, saved = v.shape[-1], torch.empty_like(q), []
     carry, gain = k.new_zeros(*k.shape[:-2], 1, 2 * width), torch.cat([bonus, bonus], -1).exp()
-    for groups in _cut(k, decay, mask):
+    for groups in _groups_of(k, decay, mask):
         rows, tokens = _rows(k, groups, 2 * width)
         queries, keys, values, results = (x[..., groups.at, :].unflatten(-2, (-1, groups.size)) for x in (q, k, v, out))
         fast.weigh(keys, values, scale[..., None, :], tokens)
@@ -201,7 +201,7 @@ def _backward(
     d_carry, gain = torch.zeros_like(sums[..., :1, :]), bonus.exp()
     d_decay, d_bonus = (torch.zeros_like(scale, dtype=torch.float64) for _ in range(2))
     last = sums.shape[-2]
-    for groups in reversed(_cut(k, decay, mask)):
+    for groups in reversed(_groups_of(k, decay, mask)):
         rows = (x[..., groups.at, :] for x in (q, k, v, *gradients, *outputs, *d_inputs))
         tokens = [x.unflatten(-2, (-1, groups.size)) for x in rows]
         first = last - tokens[0].shape[-3]

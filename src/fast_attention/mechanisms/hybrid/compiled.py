@@ -20,7 +20,8 @@ from fast_attention.engine.tiles import four_axes
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.mechanisms.hybrid import reference
 from fast_attention.mechanisms.linear.compiled import EXPONENTIAL, number_of
-from fast_attention.mechanisms.linear.kernelised import CoreMap, TokenMap, token_features
+from fast_attention.mechanisms.linear.kernelised import CoreMap, TokenMap
+from fast_attention.mechanisms.linear.random_feature_map import POSITIVE, Heads
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 
 PATH = f"{trace.CORE}: near keys in tiles, far ones as sums of features"
@@ -84,9 +85,9 @@ def _plain(
 
     def of(some: Tensor | None, factor: float, known: FeatureMap | None = map) -> TokenMap:
         if known is not None:
-            return TokenMap(lambda x: known.features(x).per_token())
+            return lambda x: known.features(x).per_token()
         assert some is not None
-        return TokenMap(lambda x: token_features(x, some, bias, hyperbolic=False, factor=factor))
+        return lambda x: POSITIVE.plain(x, Heads(some, bias), factor).per_token()
 
     pair = of(rows, 0.0 if rows is None else -math.log(rows.shape[-2])), of(key_rows, 0.0)
     sinks = reference.SinkTokens.at(position, k, v)

@@ -310,7 +310,7 @@ class Hybrid(Attention[Any, HybridState]):
         before = 0 if state is None else state.sinks.present.sum(-1, keepdim=True)
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0, before=before)
-        far = linear_state.empty(phi.first(k), v) if state is None else state.far
+        far = linear_state.empty(phi(k[..., :1, :]), v) if state is None else state.far
         near = append(None if state is None else state.near, k, v, others)
         start, keys = near.k.shape[-2] - k.shape[-2], near.k.shape[-2]
         sinks = replaced(sinks, position=sinks.position + start)

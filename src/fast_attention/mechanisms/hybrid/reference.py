@@ -268,7 +268,7 @@ def attend(
     scores gain by offsets, and the exponentials of ``learned_sinks`` (H,) add to normalisers.
     """
     length, keys, size = q.shape[-2], k.shape[-2], near.block_size
-    before = FarSums.of(linear_state.empty(maps[1].first(k), v) if earlier is None else earlier)
+    before = FarSums.of(linear_state.empty(maps[1](k[..., :1, :]), v) if earlier is None else earlier)
     if is_causal and not traced() and length == 1 and start // size <= near.before:  # a step: every key is near
         numbers = offsets.between(bias, -start, keys, q)[0]
         outside = FarSums(before.sums[..., 0, :, :], before.log_scale[..., 0])

@@ -6,7 +6,7 @@ before, and taken as they are.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +17,40 @@ from fast_attention.engine.heads import several
 from fast_attention.engine.operation import HALVES_AND_SINGLE, Unserved
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
+from fast_attention.mechanisms.linear.random_feature_map import RandomFeatureMap
 
 SECTION = 256  # tokens of one item of work
 PATH = "compiled core, sums over sections"
 NUMBERS = {EluPlusOne: 0, Relu: 1, Identity: 2}  # of maps inside, as ``gpu.maps`` has them
 EXPONENTIAL, TRIGONOMETRIC = 3, 4
-# q, k, v, key mask; rows of queries and of keys, bias; a state's three tensors; logarithms of decays (..., L, 1 or C)
 Arguments = tuple[Tensor | None, ...]
+
+
+class Inputs(NamedTuple):
+    """What linear attention is computed of."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None
+    rows: Tensor | None = None  # of queries' random features, (..., C, d)
+    key_rows: Tensor | None = None
+    bias: Tensor | None = None  # of exponents, (..., 1, C)
+    kv: Tensor | None = None  # the three tensors of a state
+    z: Tensor | None = None
+    log_scale: Tensor | None = None
+    log_decay: Tensor | None = None  # logarithms of decays (..., L, 1), or (..., L, C) for every feature
 
 
 def code(phi: FeatureMap) -> dict[str, Any]:
     """The settings that name a map inside."""
     number, offset = number_of(phi)
     return {"number": number, "offset": offset}
+
+
+def random(phi: RandomFeatureMap) -> dict[str, Any]:
+    """The settings that name random features."""
+    return {"number": EXPONENTIAL if phi.exponential else TRIGONOMETRIC, "offset": 0.0, "eps": 0.0}
 
 
 def number_of(map: FeatureMap | None) -> tuple[int, float]:
@@ -54,6 +75,8 @@ def advances(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: 
 
 def why(*tensors: Tensor | None, is_causal: bool, **settings: Any) -> str:
     """Reason that ``explain`` gives for a call without a state."""
+    if len(tensors) > 10 and tensors[10] is not None:
+        return "sums that decay"
     return "causal" if is_causal else "every query sees every key"
 
 
@@ -64,27 +87,24 @@ def sizes(*tensors: Tensor | None, **settings: Any) -> dict[str, int]:
 
 def _heads(x: Tensor, axes: int = 4) -> Tensor:
     """With two leading sizes, and the numbers of a token side by side."""
-    lead = x.ndim - axes + 2
-    if lead != 2:
-        x = x.reshape(-1, *x.shape[lead - 1 :]) if lead > 2 else x[(None,) * (2 - lead)]
+    batch_axes = x.ndim - axes + 2
+    if batch_axes != 2:
+        x = x.reshape(-1, *x.shape[batch_axes - 1 :]) if batch_axes > 2 else x[(None,) * (2 - batch_axes)]
     return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
 
 
 def _call(
-    arguments: Arguments, number: int, offset: float, eps: float, normalize: bool, is_causal: bool
+    inputs: Inputs, number: int, offset: float, eps: float, normalize: bool, is_causal: bool
 ) -> list[Any]:  # fmt: skip
-    """Arguments that both passes are given."""
-    q, k, v, key_mask, rows, key_rows, bias, kv, z, log_scale, decay = arguments
-    assert q is not None
-    assert k is not None
-    assert v is not None
+    """Arguments that both passes are arguments."""
+    q, k, v, key_mask, rows, key_rows, bias, kv, z, log_scale, decay = inputs
     mask = None if key_mask is None else _heads(key_mask.expand(k.shape[:-1]), 3).view(torch.uint8)
-    lead = q.shape[:-2]
-    weights = [None if x is None else _heads(x.expand(*lead, *x.shape[-2:])) for x in (rows, key_rows, bias)]
+    batch_shape = q.shape[:-2]
+    weights = [None if x is None else _heads(x.expand(*batch_shape, *x.shape[-2:])) for x in (rows, key_rows, bias)]
     weights[2] = None if weights[2] is None else weights[2][..., 0, :]
     scales = log_scale.expand_as(z) if log_scale is not None and z is not None and number >= EXPONENTIAL else None
     state = [None if x is None else x.contiguous() for x in (kv, z, scales)]
-    decay = None if decay is None else _heads(decay.expand(*lead, *decay.shape[-2:]))
+    decay = None if decay is None else _heads(decay.expand(*batch_shape, *decay.shape[-2:]))
     return [_heads(q), _heads(k), _heads(v), mask, *weights, *state, decay, number, offset, eps, normalize, is_causal]
 
 
@@ -92,10 +112,10 @@ def _sections(tokens: int) -> int:
     return -(-tokens // SECTION)
 
 
-def _memory(x: Tensor, lead: int, sections: int, features: int, values: int) -> Tensor:
+def _memory(x: Tensor, heads: int, sections: int, features: int, values: int) -> Tensor:
     """Sums before each of some sections, and after the last."""
     padded = -(-features // 32) * 32
-    return x.new_empty(lead * (sections + 1) * padded * (-(-values // 32) * 32 + 2), dtype=torch.float32)
+    return x.new_empty(heads * (sections + 1) * padded * (-(-values // 32) * 32 + 2), dtype=torch.float32)
 
 
 def _sizes(call: list[Any]) -> tuple[int, int, int, int]:
@@ -121,13 +141,13 @@ def forward(
         Unserved: Not all outputs are finite.
     """
     front = _front(q, k, is_causal)
-    call = _call(_all(q[..., front:, :], k, v, *others), number, offset, eps, normalize, is_causal)
-    lead, _, keys, features = _sizes(call)
+    call = _call(Inputs(q[..., front:, :], k, v, *others), number, offset, eps, normalize, is_causal)
+    heads, _, keys, features = _sizes(call)
     # the gradient of a denominator would lose its digits with an output in 16 bits
     out = q.new_empty((*call[0].shape[:-1], v.shape[-1]), dtype=torch.float32 if keep else q.dtype)
     planes = 2 if number >= EXPONENTIAL else 1
-    denominators = q.new_empty(planes * lead * (q.shape[-2] - front), dtype=torch.float32)
-    states, last = _memory(q, lead, keys, features, v.shape[-1]), []
+    denominators = q.new_empty(planes * heads * (q.shape[-2] - front), dtype=torch.float32)
+    states, last = _memory(q, heads, keys, features, v.shape[-1]), []
     if advances:
         shape = (*q.shape[:-2], features)
         last = [out.new_empty(*each, dtype=torch.float32) for each in ((*shape, v.shape[-1]), shape)]
@@ -144,23 +164,22 @@ def forward(
 
 
 def backward(
-    given: Arguments, outputs: Any, kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, number: int,
+    arguments: Arguments, outputs: Any, saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, number: int,
     offset: float, eps: float, is_causal: bool, normalize: bool = True, advances: bool = False,
-    learned: tuple[bool, ...] | None = None,
 ) -> Arguments:  # fmt: skip
-    """Gradients; ``learned``: whether rows of queries, rows of keys and bias want one, where they do not say it."""
-    whole = given[0]
+    """Gradients of tokens, rows, bias, state and decays."""
+    whole = arguments[0]
     assert whole is not None
-    front = _front(whole, given[1], is_causal)
-    inputs = _all(whole[..., front:, :], *given[1:])
+    front = _front(whole, arguments[1], is_causal)
+    inputs = Inputs(whole[..., front:, :], *arguments[1:])  # type: ignore[arg-type]
     call = _call(inputs, number, offset, eps, normalize, is_causal)
-    lead, queries, keys, features = _sizes(call)
+    heads, queries, keys, features = _sizes(call)
     (q, k, v), weights = call[:3], inputs[4:7]
     d_state: list[Tensor | None] = [x.contiguous() for x in gradients[1:3]] if advances else [None, None]
     # a compiler's tensors may overlap, a gradient's must not
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     d_first = [None if x is None else x.new_empty(x.shape) for x in inputs[7:9]]
-    wanted = learned or [x is not None and x.requires_grad for x in weights]
+    wanted = [x is not None and x.requires_grad for x in weights]
     width, padded = -(-q.shape[3] // 32) * 32, -(-features // 32) * 32
     rows, decay = 0 if call[4] is None else call[4].shape[2], call[10]
     places = [(queries, rows, width), (keys, rows, width), (queries + keys, padded)]
@@ -170,11 +189,11 @@ def backward(
     ]
     d_decay = None if decay is None else torch.zeros_like(decay)
     torch.ops.fast_attention_core.features_backward(
-        *call, *kept, _heads(gradients[0][..., front:, :]), *d_state, *grads,
-        _memory(q, lead, queries, features, v.shape[-1]), *d_first, *parts, d_decay,
+        *call, *saved, _heads(gradients[0][..., front:, :]), *d_state, *grads,
+        _memory(q, heads, queries, features, v.shape[-1]), *d_first, *parts, d_decay,
     )  # fmt: skip
     if d_decay is not None:
-        d_decay = _decays(d_decay, whole, given[10], outputs[1:3], d_state)
+        d_decay = _decays(d_decay, whole, arguments[10], outputs[1:3], d_state)
     d_weights: list[Tensor | None] = []
     for part, like in zip(parts, weights, strict=True):
         if part is None or like is None:
@@ -185,7 +204,7 @@ def backward(
         d_weights.append(total.sum_to_size(like.shape))
     dq, dk, dv = (x.view(like.shape) for x, like in zip(grads, inputs[:3], strict=True))  # type: ignore[union-attr]
     dq = F.pad(dq, (0, 0, front, 0)) if front else dq
-    return (dq, dk, dv, None, *d_weights, *d_first, None, d_decay)[: len(given)]
+    return (dq, dk, dv, None, *d_weights, *d_first, None, d_decay)[: len(arguments)]
 
 
 def _decays(d_sums: Tensor, q: Tensor, like: Tensor | None, state: Any, d_state: list[Tensor | None]) -> Tensor:
@@ -201,7 +220,3 @@ def _decays(d_sums: Tensor, q: Tensor, like: Tensor | None, state: Any, d_state:
 def _front(q: Tensor, k: Tensor | None, is_causal: bool) -> int:
     """How many queries see nothing."""
     return max(q.shape[-2] - k.shape[-2], 0) if is_causal and k is not None else 0
-
-
-def _all(*tensors: Tensor | None) -> Arguments:
-    return (*tensors, *[None] * (11 - len(tensors)))

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.features import Relu
@@ -23,20 +22,6 @@ from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
 
-def turned(x: Tensor, longest: int, start: int | Tensor = 0) -> Float[Tensor, "*batch n both"]:
-    """``[relu(x_i) cos(a i), relu(x_i) sin(a i)]`` with ``a = pi / 2M``, of tokens i = ``start`` and on.
-
-    Args:
-        x: The tokens (..., n, d).
-        longest: M, the number of positions for which a quarter of a turn has room.
-        start: Position of the first token.
-    """
-    angles = torch.arange(x.shape[-2], dtype=x.dtype, device=x.device) + start
-    angles = angles[:, None] * (math.pi / 2 / longest)
-    x = x.relu()
-    return torch.cat([x * angles.cos(), x * angles.sin()], -1)
-
-
 class Positions(NamedTuple):
     """Where tokens can stand: M positions, for which a quarter of a turn has room."""
 
@@ -47,9 +32,12 @@ class Positions(NamedTuple):
         """M."""
         return int(self.positions.shape[0])  # a tensor within torch.jit.trace
 
-    def turned(self, x: Tensor, start: int | Tensor = 0) -> Float[Tensor, "*batch n both"]:
-        """``relu(x_i)`` times cosine and sine of ``pi i / 2M``, of tokens that stand at i = ``start`` and on."""
-        return turned(x, self.number, start)
+    def reweighted(self, x: Tensor, start: int | Tensor = 0) -> Float[Tensor, "*batch n features"]:
+        """``[relu(x_i) cos(a i), relu(x_i) sin(a i)]``, ``a = pi / 2M``, of tokens at i = ``start`` and on."""
+        angles = torch.arange(x.shape[-2], dtype=x.dtype, device=x.device) + start
+        angles = angles[:, None] * (math.pi / 2 / self.number)
+        x = x.relu()
+        return torch.cat([x * angles.cos(), x * angles.sin()], -1)
 
 
 class CosFormerState(NamedTuple):
@@ -58,8 +46,8 @@ class CosFormerState(NamedTuple):
     ``angle`` is that of the next token; its position and M are not known apart where states combine.
     """
 
-    kv: Float[Tensor, "*batch both values"]
-    k: Float[Tensor, "*batch both"]
+    kv: Float[Tensor, "*batch features values"]
+    k: Float[Tensor, "*batch features"]
     log_scale: Float[Tensor, "*batch 1"]
     angle: Float[Tensor, "*batch 1"]
 
@@ -75,7 +63,7 @@ class CosFormerState(NamedTuple):
             return (angle * (2 / math.pi * w.number)).round()
         return round(float(angle) * 2 / math.pi * w.number)
 
-    def later(self, angle: Tensor) -> LinearState:
+    def rotated(self, angle: Tensor) -> LinearState:
         """The sums as they are where all keys are turned further by ``angle``."""
         cos, sin = angle.cos(), angle.sin()
         kv_cos, kv_sin = self.kv.chunk(2, -2)
@@ -124,6 +112,7 @@ class CosFormer(Attention[Positions, CosFormerState]):
     def heads_of(self, w: Positions) -> None:
         """None: all heads have the same positions."""
 
+    @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: Positions, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
@@ -132,7 +121,9 @@ class CosFormer(Attention[Positions, CosFormerState]):
         self.within(k.shape[-2], w.number)
         if key_mask is not None and not is_causal and q.shape[-2] != k.shape[-2]:  # both begin at position 0
             k, v, key_mask = keys_to_front(k, v, key_mask)
-        return _attend(q, k, v, key_mask, longest=w.number, is_causal=is_causal, eps=float(self.eps))
+        start = int(k.shape[-2] - q.shape[-2]) if is_causal else 0  # a tensor in torch.jit.trace
+        tokens = w.reweighted(q, start), w.reweighted(k)
+        return self._linear.attend(*tokens, v, (), is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
     def advance(
@@ -146,19 +137,19 @@ class CosFormer(Attention[Positions, CosFormerState]):
             torch.ops.aten._assert_async.msg(end <= w.number, refusal)
         else:
             self.within(start + k.shape[-2], w.number)
-        out, sums = _linear(self.eps).advance(w.turned(q, start), w.turned(k, start), v, (), sums, key_mask=key_mask)
+        out, sums = self._linear.advance(w.reweighted(q, start), w.reweighted(k, start), v, (), sums, key_mask=key_mask)
         return out, CosFormerState.after(sums, end, w)
 
     @in_float32
     def summarise_keys(self, k: Tensor, v: Tensor, w: Positions, *, key_mask: Tensor | None = None) -> CosFormerState:
         """The sums over some tokens, of which the first stands at position 0."""
         self.within(k.shape[-2], w.number)
-        sums = _linear(self.eps).summarise_keys(w.turned(k), v, (), key_mask=key_mask)
+        sums = self._linear.summarise_keys(w.reweighted(k), v, (), key_mask=key_mask)
         return CosFormerState.after(sums, k.shape[-2], w)
 
     def merge_states(self, earlier: CosFormerState, later: CosFormerState) -> CosFormerState:
         """The sums over two neighbouring chunks: the later one's stand behind the earlier one's."""
-        sums = linear_state.combine(LinearState(*earlier[:3]), later.later(earlier.angle))
+        sums = linear_state.combine(LinearState(*earlier[:3]), later.rotated(earlier.angle))
         return CosFormerState(*sums, earlier.angle + later.angle)
 
     def read_summary(
@@ -167,20 +158,6 @@ class CosFormer(Attention[Positions, CosFormerState]):
         """Outputs of queries that stand at position 0 and on, as in a noncausal call."""
         return super().read_summary(q, k, v, w, state._replace(angle=torch.zeros_like(state.angle)), key_mask=key_mask)
 
-
-def turned_attention(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, longest: int, is_causal: bool, eps: float
-) -> Tensor:
-    """Linear attention of turned queries and keys."""
-    start = k.shape[-2] - q.shape[-2] if is_causal else 0
-    # a difference of sizes is a tensor in torch.jit.trace
-    return _linear(eps).attend(
-        turned(q, longest, int(start)), turned(k, longest), v, (), is_causal=is_causal, key_mask=key_mask
-    )
-
-
-_attend = Operation(turned_attention, compute=torch.float32, empty=like_queries)
-
-
-def _linear(eps: float) -> LinearAttention:
-    return LinearAttention(feature_map=Relu(), eps=eps)  # turned features are never negative
+    @property
+    def _linear(self) -> LinearAttention:
+        return LinearAttention(feature_map=Relu(), eps=self.eps)  # turned features are never negative

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,15 +10,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fast_attention.engine import masks, numerics, operation
 from fast_attention.engine.heads import by_head
-from fast_attention.engine.operation import Fast, Operation, Unserved
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import traced
-from fast_attention.feature_maps.feature_map import Elementwise
+from fast_attention.feature_maps.feature_map import Elementwise, Features
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import compiled, decayed_gpu, decayed_sums
+from fast_attention.mechanisms.linear import compiled, decayed_sums, gpu, linear_state, reference, sums
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
+from fast_attention.mechanisms.linear.linear_state import Sums
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least, one_of
 
@@ -97,111 +96,104 @@ def decayed_linear_attention(
     return _attend(q, k, v, log_decay, key_mask, phi=feature_map, normalize=normalize, eps=eps, is_causal=is_causal)
 
 
-def further_decayed(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *state: Any, advances: bool,
-    **settings: Any,
-) -> Any:  # fmt: skip
-    """Causal outputs of tokens, and with ``advances`` the four tensors of the state after them."""
-    if not advances:
-        return decayed_sums.attend(q, k, v, columns(log_decay, k), key_mask, is_causal=True, **settings)
-    before = DecayedState(*state) if state else None
-    out, after = decayed_sums.streamed(q, k, v, columns(log_decay, k), key_mask, before, **settings)
-    return out, *after
-
-
-def both_ways(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, **settings: Any
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
+    eps: float, is_causal: bool,
 ) -> Tensor:  # fmt: skip
-    """Outputs (..., L, Ev) over keys that decay on both sides of a query, in plain operations."""
-    return decayed_sums.attend(q, k, v, columns(log_decay, k), key_mask, is_causal=False, **settings)
+    if not is_causal or type(phi) not in compiled.NUMBERS:
+        return _of_features(q, k, v, log_decay, key_mask, phi=phi, normalize=normalize, eps=eps, is_causal=is_causal)
+    return _causal(q, k, v, log_decay, key_mask, phi=phi, normalize=normalize, eps=eps)
 
 
-def _against(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *state: Tensor, phi: FeatureMap,
-    advances: bool = False, **settings: Any,
-) -> str:  # fmt: skip
-    """Why the core does not serve; empty where it does."""
-    if type(phi) not in compiled.NUMBERS:
-        return "features of another map"
-    if state and bool(state[2].any()):
-        return "large keys that need rescaling"
-    return (compiled.advances if advances else compiled.serves)(q, k, v, key_mask, log_decay, *state)
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
+    eps: float,
+) -> Tensor:  # fmt: skip
+    settings: Any = {**compiled.code(phi), "normalize": normalize, "eps": float(eps), "is_causal": True}
+    return sums.attend(q, k, v, key_mask, *[None] * 6, columns(log_decay, k), **settings)
 
 
-def _given(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments of a call as the compiled core takes them."""
-    q, k, v, log_decay, key_mask, *state = tensors
-    return q, k, v, key_mask, None, None, None, *(state[:2] or (None, None)), None, columns(log_decay, k).float()
+@in_float32
+def _of_features(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
+    eps: float, is_causal: bool,
+) -> Tensor:  # fmt: skip
+    """Outputs by features that are made here; not causal, over keys on both sides of a query."""
+    q, k = phi(q), phi(masks.drop(k, key_mask))
+    if is_causal:
+        return _causal(q, k, v, log_decay, key_mask, phi=Identity(), normalize=normalize, eps=eps)
+    values = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalize else v
+    out, scale = None, v.new_ones(1)
+    if not operation.unsupported_reason(q, k, v):
+        out = _both_sides(q, k, values, log_decay, key_mask)
+    if out is None or not bool(out.detach().sum().isfinite()):  # in units of large features
+        factor = (-reference.log_scale(Features(masks.drop(k, key_mask)))).exp()[..., None]
+        row = numerics.factor(q, 1.0, rows=True)
+        out, scale = _both_sides(q * row, k * factor, values, log_decay, key_mask), row * factor
+    if not normalize:
+        return out / scale
+    return linear_state.normalise(Sums(out[..., :-1], out[..., -1] + eps * scale[..., 0]))
 
 
-def _code(settings: dict[str, Any]) -> dict[str, Any]:
-    """The core's settings."""
-    return {**compiled.code(settings.pop("phi")), **settings, "eps": float(settings["eps"]), "is_causal": True}
+def _advance(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, state: DecayedState | None, *,
+    phi: FeatureMap, normalize: bool, eps: float,
+) -> tuple[Tensor, DecayedState]:  # fmt: skip
+    settings: Any = {**compiled.code(phi), "normalize": normalize, "eps": float(eps), "is_causal": True}
+    logs, before = columns(log_decay, k), (None, None, None) if state is None else state[:3]
+    out, kv, z, log_scale = sums.advance(q, k, v, key_mask, None, None, None, *before, logs, **settings)
+    over_all = logs.sum(-2, dtype=torch.float64)
+    over_all = over_all if state is None else over_all + state.log_decay
+    return out, DecayedState(kv, z, log_scale, over_all.to(z.dtype))
 
 
-def forward(*tensors: Any, keep: bool, advances: bool, **settings: Any) -> Any:
-    """The core's outputs, and with ``advances`` the state after them."""
-    given = _given(tensors)
-    outputs, kept = compiled.forward(*given, keep=keep, advances=advances, **_code(settings))
-    if not advances:
-        return outputs, kept
-    steps = given[-1].expand(*given[0].shape[:-2], -1, -1)
-    steps = torch.cat([tensors[8][..., None, :], steps], -2) if len(tensors) > 5 else steps
-    return (*outputs, steps.sum(-2, dtype=torch.float64).to(outputs[1].dtype)), kept
+@in_float32
+def _advance_features(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, state: DecayedState | None, *,
+    phi: FeatureMap, **settings: Any,
+) -> tuple[Tensor, DecayedState]:  # fmt: skip
+    q, k = phi(q), phi(masks.drop(k, key_mask))
+    return _advance(q, k, v, log_decay, key_mask, state, phi=Identity(), **settings)
 
 
-def backward(
-    inputs: Any, outputs: Any, kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, advances: bool,
-    **settings: Any,
-) -> Any:  # fmt: skip
-    """Gradients of tokens, decays and states."""
-    found = compiled.backward(_given(inputs), outputs, kept, gradients, advances=advances, **_code(settings))
-    log_decay, d_decay = inputs[3], found[10]
-    assert d_decay is not None
-    if advances:
-        d_decay = d_decay + gradients[4][..., None, :].sum_to_size(*d_decay.shape[:-2], 1, d_decay.shape[-1])
-    d_state = (*found[7:9], None, gradients[4]) if len(inputs) > 5 else ()
-    return *found[:3], d_decay.view(log_decay.shape).to(log_decay.dtype), None, *d_state
+def _both_sides(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Sums over keys up to each query, and from the end over those behind it: to the next, and by its decay.
 
-
-def _by_core(*tensors: Any, **settings: Any) -> Tensor:
-    """``decayed_gpu.both_sides`` by the core.
-
-    Raises:
-        Unserved: Not all outputs are finite.
+    Channels that decay by themselves fade in the queries.
     """
-    out = decayed_gpu.both_sides(*tensors, advance=partial(_further, advances=False), **settings)
-    if not bool(out.detach().sum().isfinite()):
-        raise Unserved("outputs that are not finite in one scale")
-    return out
+    settings: Any = {"phi": Identity(), "normalize": False, "eps": 0.0}
+    left = _causal(q, k, v, log_decay, key_mask, **settings)
+    by_channel = log_decay.ndim == k.ndim
+    axis = -2 if by_channel else -1
+    to_next = _next(log_decay, axis)
+    decay_factor = columns(to_next.exp(), k)
+    mask = None if key_mask is None else _next(key_mask, -1).flip(-1)
+    q, k, v = (x.flip(-2) for x in (q * decay_factor if by_channel else q, _next(k, -2), _next(v, -2)))
+    right = _causal(q, k, v, _next(to_next, axis).flip(axis), mask, **settings).flip(-2)
+    return left + (right if by_channel else right * decay_factor)
 
 
-_further = Operation(
-    further_decayed,
-    cpu=Fast(
-        forward, backward, serves=_against, even=3, halves=True, path=compiled.PATH, why="sums that decay",
-        sizes=compiled.sizes,
-    ),
-    cuda=Fast(decayed_gpu.further, None, serves=decayed_gpu.advances, halves=True),
-    compute=torch.float32,
-    path="blocks side by side",
-    sizes=lambda *tensors, **settings: {"block": decayed_sums.BLOCK},
-)  # fmt: skip
-_both_ways = Operation(
-    both_ways,
-    cpu=Fast(_by_core, None, serves=_against, even=3),
-    cuda=Fast(
-        partial(decayed_gpu.attend, is_causal=False), None, serves=partial(decayed_gpu.serves, is_causal=False),
-        halves=True,
-    ),
-    compute=torch.float32,
-    path="blocks side by side",
-    sizes=lambda *tensors, **settings: {"block": decayed_sums.BLOCK},
-)  # fmt: skip
+def _next(x: Tensor, dim: int) -> Tensor:
+    """Token behind every token; zeros behind the last."""
+    padded = F.pad(x, (0, 0) * (-1 - dim) + (0, 1))
+    return padded[..., 1:] if dim == -1 else padded[..., 1:, :]
 
 
-def _attend(*tensors: Any, is_causal: bool, **settings: Any) -> Tensor:
-    return _further(*tensors, advances=False, **settings) if is_causal else _both_ways(*tensors, **settings)
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, lengths: tuple[int, ...], key_mask: Tensor | None, *,
+    phi: FeatureMap, normalize: bool, eps: float, is_causal: bool,
+) -> Tensor | None:  # fmt: skip
+    """Outputs of sequences one behind another, by kernels: nothing passes to where one begins, nor back from there.
+
+    None where kernels do not serve.
+    """
+    if log_decay.ndim == k.ndim:
+        return None
+    logs = gpu.begun(log_decay, lengths)
+    known = compiled.code(phi if type(phi) in compiled.NUMBERS else Identity())
+    if gpu.serves(q, k, v, key_mask, *[None] * 6, logs[..., None], **known, normalize=normalize and is_causal):
+        return None
+    return _attend(q, k, v, logs, key_mask, phi=phi, normalize=normalize, eps=eps, is_causal=is_causal)
 
 
 @dataclass(frozen=True, repr=False)
@@ -272,11 +264,9 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Gates, lengths: tuple[int, ...], *, is_causal: bool,
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
-        """By kernels: nothing passes to where a sequence begins, nor back from there."""
-        logs = decayed_gpu.begun(decay(k, w, key_mask).logs, lengths)
-        if self.gate == "channel" or decayed_gpu.serves(q, k, v, logs, key_mask, is_causal=is_causal, **self._settings):
-            return None
-        return decayed_gpu.attend(q, k, v, logs, key_mask, is_causal=is_causal, **self._settings)
+        """By kernels, unless channels decay by themselves."""
+        log_decay = decay(k, w, key_mask).logs
+        return attend_packed(q, k, v, log_decay, lengths, key_mask, is_causal=is_causal, **self._settings)
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -303,15 +293,15 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Gates, state: DecayedState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, DecayedState]:
         """Outputs of the new tokens, and the sums up to their end."""
-        log_decay = decay(k, w, key_mask).logs
-        out, *after = _further(q, k, v, log_decay, key_mask, *(state or ()), advances=True, **self._settings)
-        return out, DecayedState(*after)
+        advance = _advance if type(self.feature_map) in compiled.NUMBERS else _advance_features
+        return advance(q, k, v, decay(k, w, key_mask).logs, key_mask, state, **self._settings)
 
     @in_float32
     def summarise_keys(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:
         """The sums over some tokens, and how much these decay what was before them."""
         log_decay = columns(decay(k, w, key_mask).logs, k)
-        return decayed_sums.summarise(k, v, log_decay, key_mask, phi=self.feature_map)
+        keys = reference.masked_keys(lambda x: Features(self.feature_map(x)), k, key_mask)
+        return decayed_sums.summarise(keys, v, log_decay)
 
     def merge_states(self, earlier: DecayedState, later: DecayedState) -> DecayedState:
         """The sums over neighbouring tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,14 +17,12 @@ from fast_attention.engine.scan import cummax
 from fast_attention.feature_maps.features import Features
 from fast_attention.feature_maps.random_features import draw, trigonometric
 from fast_attention.mechanism import Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import fast_favor, linear_state, reference
-from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
+from fast_attention.mechanisms.linear import linear_state, reference, sums
+from fast_attention.mechanisms.linear.kernelised import Map, RandomKernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums
-from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.random_feature_map import SINCOS, Heads, RandomFeatureMap
 from fast_attention.traits import PLAIN
 from fast_attention.value import at_least, one_of
-
-SINCOS = RandomFeatureMap("sincos")
 
 
 def favor_attention(
@@ -47,7 +45,7 @@ def favor_attention(
     gets zeros.
     """
     if phase is None and clamp is None:
-        return fast_favor.attend(SINCOS, q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
+        return sums.of_random_features(SINCOS, Heads(projection), q, k, v, is_causal=is_causal, key_mask=key_mask)
     return _plain(q, k, v, projection, phase, clamp=clamp, is_causal=is_causal, key_mask=key_mask)
 
 
@@ -87,7 +85,7 @@ class TrigonometricWeights(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Favor(Kernelised[TrigonometricWeights]):
+class Favor(RandomKernelised[TrigonometricWeights]):
     """Unbiased estimates of the exponentials from sines and cosines: good for short queries and keys only.
 
     Where ``||q||^2`` is near ``sqrt(width)`` or below, these features beat positive ones; at unit scale (``||q||^2``
@@ -138,11 +136,14 @@ class Favor(Kernelised[TrigonometricWeights]):
         phase = 2 * math.pi * torch.rand(shape.heads, self.num_features) if phased else None
         return TrigonometricWeights(projection, phase)
 
+    def features_of(self, w: TrigonometricWeights) -> tuple[RandomFeatureMap, Heads] | None:
+        """Sines and cosines of the same rows, unless there is a phase or a clamp."""
+        return (SINCOS, Heads(w.projection)) if self.clamp is None and w.phase is None else None
+
     def maps(self, w: TrigonometricWeights) -> tuple[Map, Map]:
         """The maps of queries and of keys, with the factor 1 / m of sines and cosines with the queries."""
-        if self.clamp is None and w.phase is None:
-            heads = Heads(w.projection)
-            return (lambda x: SINCOS.unbiased(x, heads)), (lambda x: SINCOS.plain(x, heads))
+        if self.features_of(w) is not None:
+            return super().maps(w)
         phi = _map(*w)
         return phi, phi
 
@@ -155,9 +156,10 @@ class Favor(Kernelised[TrigonometricWeights]):
         self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """``favor_attention`` with these settings."""
-        return favor_attention(
-            q, k, v, w.projection, w.phase, clamp=self.clamp, is_causal=is_causal, key_mask=key_mask
-        )  # fmt: skip
+        masks: Any = {"is_causal": is_causal, "key_mask": key_mask}
+        if self.clamp is None:
+            return super().attend(q, k, v, w, **masks)
+        return favor_attention(q, k, v, *w, clamp=self.clamp, **masks)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, state: LinearState | None, *,
@@ -166,8 +168,6 @@ class Favor(Kernelised[TrigonometricWeights]):
         """Outputs of the new tokens, and the sums over all keys up to their end."""
         if self.clamp is not None and state is not None and torch.is_grad_enabled() and state.k.requires_grad:
             raise Unsupported(f"{self!r}: a state holds the clamp's unit without a gradient; detach it, or use no_grad")
-        if self.clamp is None and w.phase is None:
-            return fast_favor.advance(SINCOS, q, k, v, Heads(w.projection), state, key_mask)
         if self.clamp is None:
             return super().advance(q, k, v, w, state, key_mask=key_mask)
         return _clamped_advance(q, k, v, w, state, key_mask, self.clamp)

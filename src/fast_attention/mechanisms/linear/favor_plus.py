@@ -13,11 +13,9 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.features import FeatureMap, as_feature_map
 from fast_attention.feature_maps.random_features import draw, generalised
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear import fast_favor, fast_linear, reference
-from fast_attention.mechanisms.linear.favor_gpu import MAPS
-from fast_attention.mechanisms.linear.kernelised import CoreMap, Map, RandomKernelised, TokenMap
-from fast_attention.mechanisms.linear.linear_state import LinearState
-from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear import reference, sums
+from fast_attention.mechanisms.linear.kernelised import Map, RandomKernelised
+from fast_attention.mechanisms.linear.random_feature_map import HYPERBOLIC, POSITIVE, Heads, RandomFeatureMap
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least, one_of
 
@@ -40,7 +38,8 @@ def favor_plus_attention(
     Stabilised by a running maximum, without any epsilon: no key moves a query before it. A query that sees nothing
     gets zeros.
     """
-    return fast_favor.attend(MAPS[hyperbolic], q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
+    phi = HYPERBOLIC if hyperbolic else POSITIVE
+    return sums.of_random_features(phi, Heads(projection), q, k, v, is_causal=is_causal, key_mask=key_mask)
 
 
 @in_float32
@@ -62,7 +61,7 @@ def generalised_attention(
     """
 
     phi = _generalised_map(projection, kernel, kernel_epsilon)
-    return fast_linear.of_features(phi(q), reference.masked_keys(phi, k, key_mask), v, is_causal=is_causal)
+    return sums.of_features(phi(q), reference.masked_keys(phi, k, key_mask), v, is_causal=is_causal)
 
 
 def _generalised_map(projection: Tensor, kernel: FeatureMap, epsilon: float) -> Map:
@@ -132,9 +131,9 @@ class FavorPlus(RandomKernelised[Projection]):
         settings = {"orthogonal": self.orthogonal, "regularised": self.regularised}
         return Projection(draw(shape.heads, self.num_features, shape.head_dim, **settings))
 
-    def features_of(self, w: Projection) -> tuple[RandomFeatureMap, Heads]:
-        """Positive features; one projection serves queries and keys."""
-        return RandomFeatureMap(self.features), Heads(w.projection)
+    def features_of(self, w: Projection) -> tuple[RandomFeatureMap, Heads] | None:
+        """Positive features, unless a kernel is given; one projection serves queries and keys."""
+        return None if self.kernel is not None else (RandomFeatureMap(self.features), Heads(w.projection))
 
     def maps(self, w: Projection) -> tuple[Map, Map]:
         """One map for both, unless the factors that its own normaliser cancels are with the queries."""
@@ -143,41 +142,7 @@ class FavorPlus(RandomKernelised[Projection]):
         phi = _generalised_map(w.projection, self.kernel, self.kernel_epsilon)
         return phi, phi
 
-    def per_token(self, w: Projection) -> tuple[TokenMap, TokenMap]:
-        """``maps`` with one log scale for each token."""
-        return super().per_token(w) if self.kernel is None else super(RandomKernelised, self).per_token(w)
-
-    def core_map(self, w: Projection) -> CoreMap | None:
-        """Exponentials, unless a kernel is given."""
-        return super().core_map(w) if self.kernel is None else None
-
     @property
     def signed(self) -> bool:
         """Whether the kernel may be negative; exponentials are positive."""
         return isinstance(self.kernel, FeatureMap) and self.kernel.signed
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Projection, *, is_causal: bool, key_mask: Tensor | None
-    ) -> Tensor:
-        """``favor_plus_attention``, or ``generalised_attention`` where a kernel is given, with these settings."""
-        visible = {"is_causal": is_causal, "key_mask": key_mask}
-        if self.kernel is None:
-            return fast_favor.attend(MAPS[self.features == "hyperbolic"], q, k, v, Heads(w.projection), **visible)
-        assert isinstance(self.kernel, FeatureMap)
-        settings = {"kernel": self.kernel, "kernel_epsilon": self.kernel_epsilon}
-        return generalised_attention(q, k, v, w.projection, **settings, **visible)
-
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Projection, lengths: tuple[int, ...], *, is_causal: bool,
-        key_mask: Tensor | None,
-    ) -> Tensor | None:  # fmt: skip
-        """Causal, by kernels, unless a kernel of another kind is given."""
-        settings = {"is_causal": is_causal, "key_mask": key_mask}
-        return super().attend_packed(q, k, v, w, lengths, **settings) if self.kernel is None else None
-
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Projection, state: LinearState | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, LinearState]:
-        """Outputs of the new tokens, and the sums over all keys up to their end."""
-        advance = super().advance if self.kernel is None else super(RandomKernelised, self).advance
-        return advance(q, k, v, w, state, key_mask=key_mask)

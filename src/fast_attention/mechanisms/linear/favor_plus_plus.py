@@ -13,13 +13,11 @@ from fast_attention import checks
 from fast_attention.engine.precision import widen
 from fast_attention.feature_maps.random_features import damped, draw
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear import fast_favor
+from fast_attention.mechanisms.linear import sums
 from fast_attention.mechanisms.linear.kernelised import RandomKernelised
-from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.random_feature_map import POSITIVE, Heads, RandomFeatureMap
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
-
-POSITIVE = RandomFeatureMap("positive")
 
 
 def favor_plus_plus_attention(
@@ -41,7 +39,7 @@ def favor_plus_plus_attention(
     maximum, without any epsilon: no key moves a query before it. A query that sees nothing gets zeros.
     """
     heads = _heads(DampedProjection(projection, damping))
-    return fast_favor.attend(POSITIVE, q, k, v, heads, is_causal=is_causal, key_mask=key_mask)
+    return sums.of_random_features(POSITIVE, heads, q, k, v, is_causal=is_causal, key_mask=key_mask)
 
 
 def optimal_damping(
@@ -162,9 +160,3 @@ class FavorPlusPlus(RandomKernelised[DampedProjection]):
     def features_of(self, w: DampedProjection) -> tuple[RandomFeatureMap, Heads]:
         """Positive features of damped rows; one projection serves queries and keys."""
         return POSITIVE, _heads(w)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: DampedProjection, *, is_causal: bool, key_mask: Tensor | None
-    ) -> Tensor:
-        """``favor_plus_plus_attention`` with these weights."""
-        return favor_plus_plus_attention(q, k, v, *w, is_causal=is_causal, key_mask=key_mask)

@@ -1,80 +1,124 @@
-"""Linear attention by Triton kernels: sums of chunks, what is before each of them, and what queries read."""
+"""Linear attention by Triton kernels: sums of chunks, what is before each of them, and what queries read.
+
+Elementwise features and exponentials of projected tokens are made inside; sums may decay from token to token.
+"""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fast_attention.engine import operation
+from fast_attention.engine.numerics import clamp
 from fast_attention.engine.tracing import symbolic
-from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Features
-from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.gpu import calls, maps, operations, self_check
-from fast_attention.gpu.configurations import WIDEST
-from fast_attention.mechanisms.linear.decayed_sums import DecayedState
-from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.gpu.calls import Chunks, KernelSet
+from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED, exponential
+from fast_attention.gpu.exponential import operations as exponentials
+from fast_attention.mechanisms.linear.compiled import EXPONENTIAL, TRIGONOMETRIC, Inputs
 
-MAPS = EluPlusOne(), Relu(), Identity()  # by the number that the core has for them
-CODES = maps.ELU, maps.RELU, maps.IDENTITY  # the kernels' numbers
+CODES = maps.ELU, maps.RELU, maps.IDENTITY  # of maps by the number that the core has for them
 FEW = 16  # new tokens up to which plain operations take a state on
+NOTHING = -1e4  # the logarithm of a decay of which float32 keeps nothing
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Any, number: int, **settings: Any) -> str:
-    """Why kernels cannot compute linear attention with this map; empty where they can."""
-    why = operation.gpu_unsupported_reason(q, k, v, widest=WIDEST)
-    return why or self_check.unsupported_reason(self_check.elementwise(MAPS[number]), q, v, masked=key_mask is not None)
+def serves(*tensors: Any, number: int, normalize: bool = True, **settings: Any) -> str:
+    """Why kernels cannot compute this call; empty where they can."""
+    x, unsupported = Inputs(*tensors), operation.gpu_unsupported_reason
+    if x.rows is None:
+        why, case = unsupported(x.q, x.k, x.v, widest=WIDEST), self_check.elementwise(CODES[number])
+    else:
+        why = unsupported(x.q, x.k, widest=WIDEST_PROJECTED) or unsupported(x.q, x.v, widest=WIDEST)
+        case = self_check.exponential(x.rows.shape[-2], x.q.shape[-1])
+        if number == TRIGONOMETRIC:
+            return why or "features of either sign"
+        if not why and x.bias is not None and x.bias.requires_grad:
+            return "a bias that is trained"
+    if x.log_decay is not None:
+        if not why and x.log_decay.shape[-1] > 1:
+            return "a decay for every channel"
+        case = self_check.decayed(CODES[number], normalized=normalize)
+    return why or self_check.unsupported_reason(case, x.q, x.v, masked=x.key_mask is not None)
 
 
-def advances(*tensors: Any, **settings: Any) -> str:
-    """Why kernels cannot go on from a state; empty where they can."""
-    (q, k, v), (kv, z, log_scale) = tensors[:3], tensors[7:]
-    state = None if kv is None else LinearState(kv, z, log_scale)
-    return serves(*tensors, **settings) or few(q, k, v, state) or scaled(state)
+def advances(*tensors: Any, number: int, **settings: Any) -> str:
+    """Why kernels cannot go on from a state; empty where they can: one token's way is that of decoding."""
+    (q, k, v), (kv, _, log_scale) = tensors[:3], tensors[7:10]
+    if why := serves(*tensors, number=number, **settings):
+        return why
+    if not (symbolic() or q.shape[-2] > FEW or (kv is not None and calls.steps(q, k, v, *tensors[4:7], *tensors[10:]))):
+        return f"no more than {FEW} new tokens"
+    if kv is not None and number < EXPONENTIAL and (symbolic() or bool(log_scale.count_nonzero())):
+        return "a state with scales"
+    return ""
 
 
-def few(q: Tensor, k: Tensor, v: Tensor, state: LinearState | DecayedState | None, *weights: Tensor | None) -> str:
-    """Why plain operations take a state on by these tokens; empty where kernels do: of one token that of decoding."""
-    if symbolic() or q.shape[-2] > FEW or (state is not None and calls.steps(q, k, v, *weights)):
-        return ""
-    return f"no more than {FEW} new tokens"
+def attend(*tensors: Any, number: int, offset: float, eps: float, is_causal: bool, normalize: bool = True) -> Tensor:
+    """Outputs (..., L, Ev)."""
+    x = Inputs(*tensors)
+    q, k, v, shapes = x.q, x.k, x.v, [each.shape[:-2] for each in tensors[:3]]
+    if x.rows is None or x.key_rows is None:
+        kernels = _elementwise(x.log_decay, torch.broadcast_shapes(*shapes), number, offset, eps, normalize)
+    else:
+        batch_shape = torch.broadcast_shapes(*shapes, x.rows.shape[:-2])
+        kernels = _exponential(x.rows, x.key_rows, x.bias, batch_shape)
+        q, k = clamp(q.expand(*batch_shape, *q.shape[-2:])), clamp(k)
+    return calls.run(kernels, q, k, v, x.key_mask, is_causal=is_causal)
 
 
-def scaled(state: LinearState | DecayedState | None) -> str:
-    """Why kernels without scales cannot read a state; empty where they can."""
-    if state is None:
-        return ""
-    return "a state with scales" if symbolic() or bool(state.log_scale.count_nonzero()) else ""
+def advance(
+    *tensors: Any, number: int, offset: float, eps: float, is_causal: bool, normalize: bool = True
+) -> tuple[Tensor, ...]:
+    """Causal outputs of new tokens behind a state, and the three tensors of the state after them."""
+    x = Inputs(*tensors)
+    q, k, v, D, state = x.q, x.k, x.v, x.k.shape[-1], tensors[7:9]
+    if x.rows is None or x.key_rows is None:
+        kernels = _elementwise(x.log_decay, q.shape[:-2], number, offset, eps, normalize)
+    else:
+        kernels, D = _exponential(x.rows, x.key_rows, x.bias, q.shape[:-2]), x.rows.shape[-2]
+        q, k, state = clamp(q), clamp(k), tensors[7:10]
+    first = None if x.kv is None else torch.cat([x.kv.flatten(-2), *state[1:]], -1)
+    decodes = calls.steps(q, k, v, first, x.rows, x.key_rows, x.bias, x.log_decay)
+    out, last = calls.advance(kernels, q, k, v, x.key_mask, first, decodes=decodes)
+    kv, z, *scales = last.split([D * v.shape[-1], *[D] * (len(state) - 1)], -1)
+    return out, kv.unflatten(-1, (D, -1)), z, scales[0] if scales else torch.zeros_like(z[..., :1])
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, number: int, offset: float, eps: float, is_causal: bool
-) -> Tensor:
-    """Outputs (..., L, Ev): see ``linear_attention``."""
-    kernel_set = operations.kernel_set(eps, CODES[number], offset)
-    return calls.run(kernel_set, q, k, v, key_mask, is_causal=is_causal)
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, lengths: tuple[int, ...], rows: Tensor, key_rows: Tensor,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Causal outputs from exponentials of sequences of so many tokens, one behind another."""
+    chunk = exponential(q.shape[-1], exact=q.dtype == torch.float32).forward.chunk
+    chunks = Chunks.of(lengths, chunk, q.device)
+    kernels = _exponential(rows, key_rows, bias, q.shape[:-2], chunks.begins)
+    q, k, v = (chunks.spread(x) for x in (clamp(q), clamp(k), v))
+    return chunks.gathered(calls.run(kernels, q, k, v, chunks.visible(key_mask), is_causal=True))
 
 
-def further(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: None, key_rows: None, bias: None,
-    *state: Tensor | None, number: int, offset: float, eps: float, is_causal: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Outputs of new tokens behind a state, and the three tensors of the state after them."""
-    (kv, z, _), D = state, k.shape[-1]
-    first = None if kv is None or z is None else torch.cat([kv.flatten(-2), z], -1)
-    kernel_set = operations.kernel_set(eps, CODES[number], offset)
-    decodes = calls.steps(q, k, v, first)
-    out, last = calls.advance(kernel_set, q, k, v, key_mask, first, decodes=decodes)
-    kv, k = last[..., : D * v.shape[-1]].unflatten(-1, (D, -1)), last[..., -D:]
-    return out, kv, k, torch.zeros_like(k[..., :1])
+def begun(log_decay: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """``log_decay`` (..., L), which lets nothing pass where a sequence of ``lengths`` begins."""
+    starts = [start for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False) if length > 0]
+    return log_decay.index_fill(-1, torch.tensor(starts, device=log_decay.device), NOTHING)
 
 
-def mapped(q: Tensor, k: Tensor, phi: FeatureMap) -> tuple[Tensor, Tensor, int, float]:
-    """Queries and keys with the number of their map, or features of a map that kernels do not know."""
-    assert isinstance(phi, Elementwise)
-    if (known := maps.code(phi)) is not None:
-        return q, k, *known
-    features = phi.features(q), phi.features(k)
-    assert all(isinstance(x, Features) and x.log_scale is None for x in features)
-    return features[0].values, features[1].values, maps.IDENTITY, 0.0  # type: ignore[union-attr]
+def _elementwise(
+    log_decay: Tensor | None, batch_shape: torch.Size, number: int, offset: float, eps: float, normalize: bool
+) -> KernelSet:
+    logs = None if log_decay is None else calls.as_heads(log_decay, batch_shape)[..., 0]
+    return operations.kernel_set(eps, CODES[number], offset, logs, normalized=normalize)
+
+
+def _exponential(
+    rows: Tensor, key_rows: Tensor, bias: Tensor | None, batch_shape: torch.Size, begins: Tensor | None = None
+) -> KernelSet:
+    def flat(x: Tensor) -> Tensor:
+        one_batch = len(batch_shape) == 2 and x.ndim == 3
+        return (x if one_batch else x.expand(*batch_shape, *x.shape[-2:]).flatten(0, -3)).float()
+
+    queries = flat(rows)
+    keys = queries if key_rows is rows else flat(key_rows)
+    return exponentials.kernel_set(queries, keys, None if bias is None else flat(bias)[:, 0], begins)

@@ -6,45 +6,22 @@ other weights, as in Hybrid.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
-from fast_attention.engine.heads import by_head
-from fast_attention.engine.numerics import clamp
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.feature_map import Map as Map
 from fast_attention.mechanism import Attention, W
-from fast_attention.mechanisms.linear import fast_favor, fast_linear, favor_gpu, in_range, linear_state, reference
+from fast_attention.mechanisms.linear import compiled, gpu, linear_state, reference, sums
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
-LARGE = 25.0  # the logarithm of a token's largest feature from which on it goes to the log scale
-
-
-class TokenMap(NamedTuple):
-    """A map of tokens to features with a log scale for each token."""
-
-    features: Callable[[Tensor], Features]
-    number: int | None = None  # of a token's features, where it is known without making them
-
-    def __call__(self, x: Tensor) -> Features:
-        """The features of some tokens."""
-        return self.features(x)
-
-    def first(self, x: Tensor) -> Features:
-        """The first token's features; any numbers in their place, where it is known how many there are."""
-        if self.number is None:
-            return self(x[..., :1, :])
-        return Features(x[..., :1, :1].expand(*x.shape[:-2], 1, self.number), x[..., :1, 0])
+TokenMap = Callable[[Tensor], Features]  # features with one log scale for each token
 
 
 class CoreMap(NamedTuple):
@@ -73,7 +50,7 @@ class Kernelised(Attention[W, LinearState]):
     def per_token(self, w: W) -> tuple[TokenMap, TokenMap]:
         """``maps`` over each token's largest feature, for sums with other weights than products of features."""
         queries, keys = self.maps(w)
-        return TokenMap(lambda x: queries(x).per_token()), TokenMap(lambda x: keys(x).per_token())
+        return (lambda x: queries(x).per_token()), (lambda x: keys(x).per_token())
 
     def core_map(self, w: W) -> CoreMap | None:
         """``maps`` as the compiled core makes them; None where it does not."""
@@ -88,7 +65,7 @@ class Kernelised(Attention[W, LinearState]):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Attention with this mechanism's maps."""
         queries, keys = self.maps(w)
-        return fast_linear.of_features(queries(q), reference.masked_keys(keys, k, key_mask), v, is_causal=is_causal)
+        return sums.of_features(queries(q), reference.masked_keys(keys, k, key_mask), v, is_causal=is_causal)
 
     @in_chunks
     @in_float32
@@ -97,79 +74,65 @@ class Kernelised(Attention[W, LinearState]):
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
         queries, keys = self.maps(w)
-        return fast_linear.further_features(queries(q), reference.masked_keys(keys, k, key_mask), v, state)
+        return sums.advance_features(queries(q), reference.masked_keys(keys, k, key_mask), v, state)
 
     @summed_in_chunks
     @in_float32
     def summarise_keys(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
         """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of some tokens, over their largest features."""
-        return in_range.summarise(reference.masked_keys(self.maps(w)[1], k, key_mask), v)
+        return reference.summarised(reference.masked_keys(self.maps(w)[1], k, key_mask), v)
 
     def merge_states(self, earlier: LinearState, later: LinearState) -> LinearState:
         """The sums over two neighbouring chunks."""
         return linear_state.combine(earlier, later)
 
 
-def token_features(
-    x: Float[Tensor, "*batch n width"], rows: Tensor, bias: Tensor | None, *, hyperbolic: bool, factor: float
-) -> Features:
-    """``exp(w . x / d^(1/4) - ||x||^2 / (2 sqrt(d)) + bias + factor)`` for rows w, and for -w if ``hyperbolic``."""
-    x = clamp(x) * x.shape[-1] ** -0.25
-    logs = by_head(x, (torch.cat([rows, -rows], -2) if hyperbolic else rows).mT)
-    logs = logs if bias is None else logs + bias
-    top = logs.detach().amax(-1)
-    shift = top.masked_fill(top.abs() <= LARGE, 0.0)
-    return Features((logs - shift[..., None]).exp(), shift - x.square().sum(-1) / 2 + factor)
-
-
 class RandomKernelised(Kernelised[W]):
-    """A kernelised attention whose features are those of a ``RandomFeatureMap``."""
+    """A kernelised attention whose features are those of a ``RandomFeatureMap``, unless its settings say otherwise."""
 
     @abstractmethod
-    def features_of(self, w: W) -> tuple[RandomFeatureMap, Heads]:
-        """The map, and its weights for every head."""
+    def features_of(self, w: W) -> tuple[RandomFeatureMap, Heads] | None:
+        """The map, and its weights for every head; None for features of another kind, which ``maps`` makes."""
 
     def maps(self, w: W) -> tuple[Map, Map]:
         """The maps of queries and of keys; the factors that the normaliser cancels are with the queries."""
-        phi, heads = self.features_of(w)
+        random = self.features_of(w)
+        assert random is not None
+        phi, heads = random
         return (lambda x: phi.unbiased(x, heads)), (lambda x: phi.plain(x, heads.keys))
-
-    def per_token(self, w: W) -> tuple[TokenMap, TokenMap]:
-        """``maps`` with one log scale for each token."""
-        phi, heads = self.features_of(w)
-        if traced() or not phi.exponential:
-            return super().per_token(w)
-        form = {"hyperbolic": phi.pairs}
-        number = phi.width(heads.rows)
-        log_count = math.log(number)
-        return (
-            TokenMap(lambda x: token_features(x, heads.rows, heads.bias, factor=-log_count, **form), number),
-            TokenMap(lambda x: token_features(x, heads.keys.rows, heads.bias, factor=0.0, **form), number),
-        )
 
     def core_map(self, w: W) -> CoreMap | None:
         """Exponentials."""
-        phi, heads = self.features_of(w)
-        if not phi.exponential:
+        random = self.features_of(w)
+        if random is None or not random[0].exponential:
             return None
-        rows, key_rows = (torch.cat([x.rows, -x.rows], -2) if phi.pairs else x.rows for x in (heads, heads.keys))
-        return CoreMap(None, rows, key_rows, heads.bias)
+        return CoreMap(None, *random[0].rows(random[1]))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """Attention from these features."""
+        random = self.features_of(w)
+        if random is None:
+            return super().attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+        return sums.of_random_features(*random, q, k, v, is_causal=is_causal, key_mask=key_mask)
 
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, lengths: tuple[int, ...], *, is_causal: bool,
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """Causal, by kernels: every sequence begins a chunk, and sums with it."""
-        phi, heads = self.features_of(w)
-        if not is_causal or not phi.exponential:
+        exponentials = self.core_map(w)
+        if not is_causal or exponentials is None:
             return None
-        if favor_gpu.serves(q, k, v, torch.empty(0), *heads, kind=phi.number):
+        rows: Any = exponentials[1:]
+        if gpu.serves(q, k, v, key_mask, *rows, number=compiled.EXPONENTIAL):
             return None
-        return favor_gpu.packed(phi, q, k, v, heads, lengths, key_mask)
+        return gpu.packed(q, k, v, key_mask, lengths, *rows)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
-        phi, heads = self.features_of(w)
-        return fast_favor.advance(phi, q, k, v, heads, state, key_mask)
+        random = self.features_of(w)
+        if random is None:
+            return super().advance(q, k, v, w, state, key_mask=key_mask)
+        return sums.advance_random_features(*random, q, k, v, state, key_mask)

@@ -10,13 +10,10 @@ from torch import Tensor, nn
 
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear import fast_favor
 from fast_attention.mechanisms.linear.kernelised import RandomKernelised
-from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.random_feature_map import HYPERBOLIC, Heads, RandomFeatureMap
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
-
-HYPERBOLIC = RandomFeatureMap("hyperbolic")
 
 
 class Maps(NamedTuple):
@@ -68,8 +65,3 @@ class LearnedFeatures(RandomKernelised[Maps]):
     def features_of(self, w: Maps) -> tuple[RandomFeatureMap, Heads]:
         """Hyperbolic features, with rows for queries and rows for keys."""
         return HYPERBOLIC, Heads(w.query, key_rows=w.key)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Maps, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """Attention from random features with two projections, both of which are trained."""
-        phi, heads = self.features_of(w)
-        return fast_favor.attend(phi, q, k, v, heads, is_causal=is_causal, key_mask=key_mask)

@@ -14,7 +14,7 @@ from fast_attention.engine.advancing import in_chunks
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.linear import compiled, decayed_gpu, fast_linear
+from fast_attention.mechanisms.linear import compiled, decayed, sums
 from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.traits import KERNELS
@@ -39,8 +39,8 @@ def linear_attention(
     """
     settings: Any = {"eps": float(eps), "is_causal": is_causal}
     if type(feature_map) in compiled.NUMBERS:
-        return fast_linear.sums(q, k, v, key_mask, **compiled.code(feature_map), **settings)
-    return fast_linear.mapped(q, k, v, key_mask, phi=feature_map, **settings)
+        return sums.attend(q, k, v, key_mask, **compiled.code(feature_map), **settings)
+    return sums.of_map(q, k, v, key_mask, phi=feature_map, **settings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,11 +104,11 @@ class LinearAttention(Kernelised[tuple[()]]):
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By kernels of sums that decay: to nothing where a sequence begins."""
-        settings: Any = {"phi": self._map, "normalize": True, "eps": self.eps, "is_causal": is_causal}
-        logs = decayed_gpu.begun(q.new_zeros(q.shape[:-1], dtype=torch.float32), lengths)
-        if decayed_gpu.serves(q, k, v, logs, key_mask, **settings):
+        if not isinstance(self._map, Elementwise):
             return None
-        return decayed_gpu.attend(q, k, v, logs, key_mask, **settings)
+        settings: Any = {"phi": self._map, "normalize": True, "eps": self.eps, "is_causal": is_causal}
+        logs = q.new_zeros(q.shape[:-1], dtype=torch.float32)
+        return decayed.attend_packed(q, k, v, logs, lengths, key_mask, **settings)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
@@ -120,6 +120,6 @@ class LinearAttention(Kernelised[tuple[()]]):
     def _advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
-        return fast_linear.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)
+        return sums.advance_map(self._map, q, k, v, key_mask, state, eps=self.eps)
 
     _in_chunks = in_chunks(_advance)

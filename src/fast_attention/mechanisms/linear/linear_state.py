@@ -96,8 +96,8 @@ def prefixes(first: LinearState, kv: Tensor, k: Tensor, log_scales: Tensor | Non
     """
     if log_scales is not None and log_scales.ndim == k.ndim:
         sums = torch.cat([first.kv[..., None, :, :], kv], -3), torch.cat([first.k[..., None, :], k], -2)
-        both = state_sums(torch.cat([sums[0], sums[1][..., None]], -1).movedim(-2, -3), log_scales.mT).movedim(-3, -2)
-        return both[..., :-1], both[..., -1]
+        row = state_sums(torch.cat([sums[0], sums[1][..., None]], -1).movedim(-2, -3), log_scales.mT).movedim(-3, -2)
+        return row[..., :-1], row[..., -1]
     begin = torch.cat([first.kv.flatten(-2), first.k], -1)[..., None, :]
     sums = state_sums(torch.cat([begin, torch.cat([kv.flatten(-2), k], -1)], -2), log_scales)
     size = kv.shape[-2] * kv.shape[-1]

@@ -85,8 +85,8 @@ def _across(q: Tensor, states: Tensor, weights: Tensor, half: int) -> Tensor:
     size = half * q.shape[-2]
     right = pad_length(scaled, 2 * size).unflatten(-2, (-1, 2, size))[..., 1, :, :]
     read = right @ states[..., ::2, :, :][..., : right.shape[-3], :, :]
-    both = F.pad(read[..., None, :, :], (0, 0, 0, 0, 1, 0)).flatten(-4, -2)
-    return both[..., : count * q.shape[-2], :].unflatten(-2, (count, -1))
+    padded = F.pad(read[..., None, :, :], (0, 0, 0, 0, 1, 0)).flatten(-4, -2)
+    return padded[..., : count * q.shape[-2], :].unflatten(-2, (count, -1))
 
 
 def _even(states: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ def advance(
         outs.append(attend(*tokens) + _past(tokens[0], tokens[3], sums, position))
         sums = _added(sums, tokens[1], tokens[2], position)
         position, start = position + size, start + size
-    held = FenwickState(torch.stack(sums, -3), torch.tensor(position, device=q.device))
-    return torch.cat(outs, -2), held
+    state = FenwickState(torch.stack(sums, -3), torch.tensor(position, device=q.device))
+    return torch.cat(outs, -2), state
 
 
 def _past(q: Tensor, weights: Tensor, sums: list[Tensor], position: int) -> Tensor:

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fast_attention.feature_maps.feature_map import Features, Logs
 from fast_attention.feature_maps.random_features import positive, trigonometric
-
-KINDS = "positive", "hyperbolic", "sincos"
 
 
 class Heads(NamedTuple):
@@ -36,11 +35,6 @@ class RandomFeatureMap:
     kind: Literal["positive", "hyperbolic", "sincos"]
 
     @property
-    def number(self) -> int:
-        """The place of ``kind`` in ``KINDS``, by which operations name a map."""
-        return KINDS.index(self.kind)
-
-    @property
     def pairs(self) -> bool:
         """Whether each row makes two features."""
         return self.kind != "positive"
@@ -53,6 +47,13 @@ class RandomFeatureMap:
     def width(self, rows: Tensor) -> int:
         """Features of rows (..., m, d)."""
         return rows.shape[-2] * (2 if self.pairs else 1)
+
+    def rows(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows of queries and of keys, those of all exponentials or of pairs of a cosine and a sine, and the bias."""
+        rows, key_rows = (
+            torch.cat([x.rows, -x.rows], -2) if self.kind == "hyperbolic" else x.rows for x in (heads, heads.keys)
+        )
+        return rows, rows if heads.key_rows is None else key_rows, heads.bias
 
     def plain(self, x: Tensor, heads: Heads, factor: float = 0.0) -> Features | Logs:
         """Features of keys, times ``e^factor``, in operations that autograd follows."""
@@ -67,3 +68,6 @@ class RandomFeatureMap:
         """``plain`` of queries, with what ``plain`` leaves out of both: times ``plain`` of keys it estimates exp."""
         count = self.width(heads.rows) if self.exponential else heads.rows.shape[-2]
         return self.plain(x, heads, -math.log(count))
+
+
+POSITIVE, HYPERBOLIC, SINCOS = RandomFeatureMap("positive"), RandomFeatureMap("hyperbolic"), RandomFeatureMap("sincos")

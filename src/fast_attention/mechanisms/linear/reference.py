@@ -2,7 +2,8 @@
 
 Keys may carry a logarithmic scale s_j. The sums of query i are then divided by e^(c_i), where c_i is the largest scale
 among the keys it sees: every exponent that is taken is at most zero, and no key moves a query before it. Where features
-come as logarithms, every feature has a scale of its own: see ``log_features``.
+come as logarithms, every feature has a scale of its own: see ``log_features``. Keys without scales, and values, are
+brought by powers of two, which round nothing, to where no sum overflows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import masks
+from fast_attention.engine import masks, numerics
 from fast_attention.engine.blocks import join, split, split_row
 from fast_attention.engine.heads import short
 from fast_attention.engine.scan import FLOOR, cummax
@@ -27,6 +28,7 @@ from fast_attention.mechanisms.linear.linear_state import (
     Sums,
     empty,
     largest_is_one,
+    normalise,
     prefixes,
     read,
     scaled,
@@ -36,6 +38,45 @@ from fast_attention.mechanisms.linear.linear_state import (
 Kind = TypeVar("Kind", Features, Logs, Features | Logs)
 CHUNK = 128  # tokens per chunk of the causal form
 SHORT = 256  # tokens of which all pairs are one product where they have as many features at least
+
+
+def log_scale(keys: Features) -> Tensor:
+    """The logarithm (..., 1) by which sums of these keys and many more do not overflow; 0 for ordinary ones."""
+    return -numerics.factor(keys.values.flatten(-2), 2.0**20, rows=True).log()
+
+
+def attention(queries: Features | Logs, keys: Features | Logs, v: Tensor, *, is_causal: bool, eps: float) -> Tensor:
+    """Outputs (..., L, Ev); keys that have scales need no ``eps`` and get none."""
+    if isinstance(keys, Logs) or isinstance(queries, Logs) or keys.log_scale is not None:
+        return normalise(attend(queries.free, keys, v, is_causal=is_causal))
+    less, smaller = numerics.factor(keys.values, 2.0**28), numerics.factor(v, 2.0**28)
+    row = numerics.factor(queries.values, 2.0**40, rows=True)  # so much more than eps that it is no matter
+    sums = attend(queries.values * row, Features(keys.values * less), v * smaller, is_causal=is_causal)
+    return normalise(Sums(sums.numerator, sums.denominator + eps * less)) / smaller
+
+
+def decode(
+    queries: Features | Logs, keys: Features | Logs, v: Tensor, state: LinearState | None, *, eps: float
+) -> tuple[Tensor, LinearState]:
+    """``attention`` of new tokens behind ``state``, and the state after them."""
+    if isinstance(keys, Logs) or isinstance(queries, Logs) or keys.log_scale is not None:
+        sums, state = advance(queries.free, keys, v, state)
+        return normalise(sums), state
+    before = empty(keys, v) if state is None else state
+    largest = torch.maximum(before.log_scale, log_scale(keys))
+    rescale, factor = (before.log_scale - largest).exp(), (-largest).exp()
+    before = LinearState(before.kv * rescale[..., None], before.k * rescale, largest)
+    row = numerics.factor(queries.values, 1.0, rows=True)
+    sums, state = advance(queries.values * row, Features(keys.values * factor[..., None]), v, before)
+    return normalise(Sums(sums.numerator, sums.denominator + eps * factor * row[..., 0])), state
+
+
+def summarised(keys: Features | Logs, v: Tensor) -> LinearState:
+    """The state after keys and values."""
+    if isinstance(keys, Logs) or keys.log_scale is not None:
+        return summarise(keys, v)
+    largest = log_scale(keys)
+    return summarise(Features(keys.values * (-largest).exp()[..., None]), v)._replace(log_scale=largest)
 
 
 def attend(
@@ -76,10 +117,8 @@ def _chunk(q: Tensor | Logs, length: int) -> int:
 
 def _one_chunk(q: Tensor | Logs, keys: Features | Logs, v: Tensor) -> Sums | None:
     """Sums of a sequence that is one chunk by one masked product, without a state; None if its numbers forbid that."""
-    if isinstance(keys, Logs):
-        assert isinstance(q, Logs)
-        return log_features.one_chunk(q, keys, v)
-    assert isinstance(q, Tensor)
+    if isinstance(q, Logs) or isinstance(keys, Logs):
+        return log_features.one_chunk(q, keys, v)  # type: ignore[arg-type]
     pairs = (q @ keys.values.mT).masked_fill(_later(v.shape[-2], q), 0.0)
     if keys.log_scale is not None:
         pairs = pairs * _rescaled(keys.log_scale, torch.full_like(keys.log_scale[..., 0], FLOOR))[0]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fast_attention.engine.heads import by_head
 from fast_attention.engine.numerics import clamp
-from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.feature_maps.features import Relu
@@ -81,28 +80,18 @@ class T2R(Kernelised[Layer]):
 
         return features, features
 
+    @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Layer, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Linear attention of the layer's numbers, of which the map takes each by itself."""
-        return _attend(q, k, v, key_mask, *w, is_causal=is_causal, eps=float(self.eps))
+        return self._linear.attend(w(q), w(k), v, (), is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Layer, state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
-        return _elementwise(self.eps).advance(w(q), w(k), v, (), state, key_mask=key_mask)
+        return self._linear.advance(w(q), w(k), v, (), state, key_mask=key_mask)
 
-
-def layered(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor, bias: Tensor, *, is_causal: bool, eps: float
-) -> Tensor:
-    """Linear attention of a layer's numbers."""
-    w = Layer(rows, bias)
-    return _elementwise(eps).attend(w(q), w(k), v, (), is_causal=is_causal, key_mask=key_mask)
-
-
-_attend = Operation(layered, compute=torch.float32, empty=like_queries)
-
-
-def _elementwise(eps: float) -> LinearAttention:
-    return LinearAttention(feature_map=Relu(), eps=eps)
+    @property
+    def _linear(self) -> LinearAttention:
+        return LinearAttention(feature_map=Relu(), eps=self.eps)

@@ -24,12 +24,13 @@ from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.aft import reference as pool
 from fast_attention.mechanisms.aft.reference import Pool, same_width
-from fast_attention.mechanisms.linear import in_range, linear_state
-from fast_attention.mechanisms.linear import reference as linear
+from fast_attention.mechanisms.linear import linear_state
+from fast_attention.mechanisms.linear import sums as linear
 from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.linear.reference import masked_keys, summarised
 from fast_attention.mechanisms.log_manhattan import reference
 from fast_attention.mechanisms.log_manhattan.reference import KeySums, LogSettings, log_sums
-from fast_attention.traits import SUMS
+from fast_attention.traits import KERNELS, SUMS
 from fast_attention.value import at_least, one_of
 
 Score = Literal["channel", "sum", "logdot"]
@@ -66,14 +67,6 @@ def log_attention(
     """
     m = LogAttention(score, normalize, feature_map, temperature)
     return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
-
-
-def chunked(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, settings: LogSettings, *, fixed: bool) -> Tensor:
-    """``reference.log_sums``; ``fixed`` scores hold nothing to learn, so that the backward pass may map again."""
-    if fixed:
-        return _SUMS(q, k, v, key_mask, settings=settings)
-    trace.record("whole tensors at a time", "a map with something to learn")
-    return log_sums(q, k, v, key_mask, settings=settings)
 
 
 def _uneven(q: Tensor, k: Tensor, *others: Any, settings: LogSettings) -> str:
@@ -213,7 +206,7 @@ class LogAttention(Attention[tuple[()], States]):
             formula="log h(q_i) S0 + S1, b = log h(k)" if self.normalize == "none" else formula,
             cost="n d^2" if dot else "n d",
             complexity_exponent=1.0,
-            gpu=SUMS,
+            gpu=KERNELS if dot else SUMS,
             inputs="kv" if softmax and not dot else "qkv",
             causal=True,
             padding=True,
@@ -227,12 +220,11 @@ class LogAttention(Attention[tuple[()], States]):
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """Linear attention, a softmax pool or three sums, as the settings have it."""
+        if self.score == "logdot":
+            keys = masked_keys(self.feature_map.features, k, key_mask)
+            return linear.of_features(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
         if is_causal and self.normalize == "softmax" and advancing.worthwhile(q, k, v):
             return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
-        if self.score == "logdot":
-            trace.record("linear attention's plain form", "its fast passes take no map of this family")
-            keys = linear.masked_keys(self.feature_map.features, k, key_mask)
-            return in_range.attend(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
         if self.normalize == "softmax":
             path = "a sum for each past" if is_causal else "one sum for all queries"
             trace.record(path, "the softmax cancels the queries")
@@ -243,7 +235,10 @@ class LogAttention(Attention[tuple[()], States]):
             for z in (q, k):
                 same_width(self, z, v, or_one=True)
         settings = LogSettings(self._score, self.normalize == "sum", is_causal)
-        return chunked(q, k, v, key_mask, settings, fixed=self.feature_map.fixed)
+        if self.feature_map.fixed:
+            return _SUMS(q, k, v, key_mask, settings=settings)
+        trace.record("whole tensors at a time", "a map with something to learn")
+        return log_sums(q, k, v, key_mask, settings=settings)
 
     @advancing.in_chunks
     @in_float32
@@ -253,9 +248,8 @@ class LogAttention(Attention[tuple[()], States]):
         """Outputs of new tokens, and the sums over all keys up to the last."""
         if self.score == "logdot":
             assert state is None or isinstance(state, LinearState)
-            keys = linear.masked_keys(self.feature_map.features, k, key_mask)
-            sums, after = linear.advance(self.feature_map(q), keys, v, state)
-            return linear_state.normalise(sums, EPS), after
+            keys = masked_keys(self.feature_map.features, k, key_mask)
+            return linear.advance_features(self.feature_map.features(q), keys, v, state, eps=EPS)
         if self.normalize == "softmax":
             assert state is None or isinstance(state, Pool)
             rows = pool.running(*pool.prepended(state, *self._pool_terms(k, v, key_mask)))
@@ -272,7 +266,7 @@ class LogAttention(Attention[tuple[()], States]):
     def summarise_keys(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
         """The sums over the keys of a chunk."""
         if self.score == "logdot":
-            return linear_state.summarise(linear.masked_keys(self.feature_map.features, k, key_mask), v)
+            return summarised(masked_keys(self.feature_map.features, k, key_mask), v)
         if self.normalize == "softmax":
             return pool.pooled(*self._pool_terms(k, v, key_mask))
         return KeySums(reference.terms(self._scores(k, v), v, key_mask).sum(-2, keepdim=True))

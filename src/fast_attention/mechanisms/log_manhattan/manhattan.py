@@ -78,14 +78,6 @@ def manhattan_attention(
     return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
 
 
-def manhattan(k: Tensor, v: Tensor, key_mask: Tensor | None, settings: ManhattanSettings, *, fixed: bool) -> Tensor:
-    """``reference.manhattan_sums``, ``fixed`` as for ``log_attention``."""
-    if fixed:
-        return _SUMS(k, v, key_mask, settings=settings)
-    trace.record("whole tensors at a time", "a map with something to learn")
-    return manhattan_sums(k, v, key_mask, settings=settings)
-
-
 class _Manhattan:
     def __init__(
         self, tensors: tuple[Any, ...], out: Tensor, settings: ManhattanSettings, anchor: Tensor, *gradients: Tensor
@@ -101,7 +93,7 @@ class _Manhattan:
     def terms(self, at: slice) -> tuple[Tensor, ...]:
         if not self.settings.is_causal:
             return (summed.visible(self.v, self.key_mask, at),)
-        self._map(at, self.settings.both(self.k[..., at, :]))
+        self._map(at, self.settings.value_and_log(self.k[..., at, :]))
         return self.x, self.l * self.x
 
     def read(self, at: slice, sums: Tensor) -> None:
@@ -110,13 +102,13 @@ class _Manhattan:
             total = torch.addcmul(sums[..., self.width :], self.l, sums[..., : self.width], value=-1)
             torch.addcmul(total.mul_(factor), self.h, self.x, out=out)
             return
-        self._map(at, self.settings.both(self.k[..., at, :]))
+        self._map(at, self.settings.value_and_log(self.k[..., at, :]))
         torch.mul(self.h, self.x, out=out).addcmul_(self.l, sums * factor, value=-1)
         self.shift.add(self.x.mul_(self.l) if self.key_mask is not None else self.x * self.l)
 
     def terms_again(self, at: slice) -> tuple[Tensor, ...]:
-        both, self.pullback = vjp(self.settings.both, self.k[..., at, :])
-        self._map(at, both)
+        h_and_l, self.pullback = vjp(self.settings.value_and_log, self.k[..., at, :])
+        self._map(at, h_and_l)
         return (self.x,)
 
     def read_vjp(self, at: slice, sums: Tensor) -> tuple[Tensor, ...]:
@@ -140,14 +132,14 @@ class _Manhattan:
             self.shift.add(g * self.l)
         dk.copy_(self.pullback(sum_to_width(self.x * g, self.h.shape[-1]), sum_to_width(dl, self.l.shape[-1])))
 
-    def _map(self, at: slice, both: tuple[Tensor, Tensor]) -> None:
+    def _map(self, at: slice, h_and_l: tuple[Tensor, Tensor]) -> None:
         """h, relative l, and values, zeros where masked."""
-        self.h, self.l, self.x = both[0], both[1] - self.anchor, summed.visible(self.v, self.key_mask, at)
+        self.h, self.l, self.x = h_and_l[0], h_and_l[1] - self.anchor, summed.visible(self.v, self.key_mask, at)
 
 
 def _forward(*tensors: Any, keep: bool, settings: ManhattanSettings) -> tuple[Tensor, tuple[Tensor, ...]]:
     k, v, key_mask = tensors
-    out, anchor = summed.empty(v), settings.both(first_visible(k, key_mask))[1]
+    out, anchor = summed.empty(v), settings.value_and_log(first_visible(k, key_mask))[1]
     one = _Manhattan(tensors, out, settings, anchor)
     sums = summed.forward(one, v, v, is_causal=settings.is_causal)
     if not settings.is_causal:
@@ -249,9 +241,11 @@ class Manhattan(Attention[tuple[()], States]):
     ) -> Tensor:
         """Diagonal term plus sum of differences, normalised and gated."""
         if self._linear and self.reference == "self":
-            settings = ManhattanSettings(self.feature_map.both, self.normalize == "mean", is_causal)
-            out = manhattan(self._keys(k, v), v, key_mask, settings, fixed=self.feature_map.fixed)
-            return self._gated(q, out)
+            settings = ManhattanSettings(self.feature_map.value_and_log, self.normalize == "mean", is_causal)
+            if self.feature_map.fixed:
+                return self._gated(q, _SUMS(self._keys(k, v), v, key_mask, settings=settings))
+            trace.record("whole tensors at a time", "a map with something to learn")
+            return self._gated(q, manhattan_sums(self._keys(k, v), v, key_mask, settings=settings))
         if is_causal:
             return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
         l, x, ones, diagonal, weight = self._terms(k, v, key_mask)
@@ -298,7 +292,7 @@ class Manhattan(Attention[tuple[()], States]):
     @in_float32
     def _terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """log h(k), values and ones (zeros where masked), diagonal terms ``k_i v_i`` and their absolute weights."""
-        h, l = self.feature_map.both(self._keys(k, v))
+        h, l = self.feature_map.value_and_log(self._keys(k, v))
         l = l if self.temperature == 1.0 else l / self.temperature
         x, h = masks.drop(v, key_mask), torch.zeros_like(h) if self.distance == "laplacian" else masks.drop(h, key_mask)
         return l, x, pool.visible_ones(l, key_mask), h * x, h

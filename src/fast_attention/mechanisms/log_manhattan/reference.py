@@ -25,7 +25,7 @@ Mask = Bool[Tensor, "*#batch2 keys"]
 class KeySums(NamedTuple):
     """State of log attention: sums over keys of 1, v_j, b_j v_j and b_j, side by side in one row."""
 
-    sums: Float[Tensor, "*batch 1 both"]
+    sums: Float[Tensor, "*batch 1 sums"]
 
 
 class LogSettings(NamedTuple):
@@ -38,14 +38,14 @@ class LogSettings(NamedTuple):
 
 def terms(
     b: Float[Tensor, "*batch keys weights"], v: Float[Tensor, "*batch keys values"], key_mask: Mask | None
-) -> Float[Tensor, "*batch keys both"]:
+) -> Float[Tensor, "*batch keys sums"]:
     """The summands of ``KeySums``, a row for each key; zeros for masked ones. ``weights`` is ``values`` or 1."""
     v, b = masks.drop(v, key_mask), masks.drop(b, key_mask)
     return torch.cat([pool.visible_ones(b[..., :1], key_mask), v, b * v, b], -1)
 
 
 def read(
-    a: Float[Tensor, "*batch length weights"], sums: Float[Tensor, "*batch rows both"], values: int, *, normalized: bool
+    a: Float[Tensor, "*batch length weights"], sums: Float[Tensor, "*batch rows sums"], values: int, *, normalized: bool
 ) -> Float[Tensor, "*batch length values"]:
     """``sum_j s_ij v_j``, over ``sum_j s_ij`` with ``normalized``, from sums of n keys: ``(a S0 + S1) / (n a + B)``."""
     count, plain, weighted, scores = sums.split([1, values, values, sums.shape[-1] - 1 - 2 * values], -1)
@@ -71,9 +71,9 @@ class Differences(NamedTuple):
 
 
 class ManhattanSettings(NamedTuple):
-    """``both`` gives h and l of keys; ``mean`` divides the sum by the number of visible keys."""
+    """``value_and_log`` gives h and l of keys; ``mean`` divides the sum by the number of visible keys."""
 
-    both: Callable[[Tensor], tuple[Tensor, Tensor]]
+    value_and_log: Callable[[Tensor], tuple[Tensor, Tensor]]
     mean: bool
     is_causal: bool
 
@@ -155,7 +155,7 @@ def combined(earlier: Differences, later: Differences) -> Differences:
 
 def manhattan_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: ManhattanSettings) -> Tensor:
     """``h_i v_i + sum_j (l_j - l_i) v_j``; the sum over the number of visible keys with ``mean``."""
-    (h, l), x = settings.both(k), masks.drop(v, key_mask)
+    (h, l), x = settings.value_and_log(k), masks.drop(v, key_mask)
     out = signed(l, x, key_mask, is_causal=settings.is_causal)
     if settings.mean:
         ones = pool.visible_ones(l[..., :1], key_mask)

@@ -170,9 +170,9 @@ def _fast_absolute(l: Tensor, x: Tensor) -> Pair:
 def _fast_laplacian(l: Tensor, x: Tensor) -> Pair:
     """``sum_j exp(-|l_j - l_i|) x_j`` and ``sum_j sign(l_j - l_i) exp(-|l_j - l_i|) x_j`` along ascending l."""
     e = (l - (l[..., :1] + l[..., -1:]) / 2).exp_()
-    below = (e * x).cumsum_(-1).div_(e)
-    above = (x / e).flip(-1).cumsum_(-1).flip(-1).mul_(e)
-    return (below + above).sub_(x), above.sub_(below)
+    lower = (e * x).cumsum_(-1).div_(e)
+    upper = (x / e).flip(-1).cumsum_(-1).flip(-1).mul_(e)
+    return (lower + upper).sub_(x), upper.sub_(lower)
 
 
 def _sums(kind: Kind) -> Callable[[Tensor, Tensor], Pair]:

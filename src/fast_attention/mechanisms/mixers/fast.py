@@ -9,23 +9,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fast_attention.engine import trace
+from fast_attention.engine.heads import short
 from fast_attention.engine.operation import Fast, Operation
 
 BLOCK = 256  # rows: the triangle on the diagonal is multiplied whole
 
 
 def affine(
-    W: Float[Tensor, "rows length"],
-    x: Float[Tensor, "*batch length width"],
-    b: Float[Tensor, "rows"],
-    *,
-    together: bool = False,
+    W: Float[Tensor, "rows length"], x: Float[Tensor, "*batch length width"], b: Float[Tensor, "rows"]
 ) -> Float[Tensor, "*batch rows width"]:
-    """``W x + b`` along the tokens, in one pass over the result; ``together``: one call for all sequences."""
+    """``W x + b`` along the tokens, in one pass over the result.
+
+    One product for each sequence, so that W has no gradient per sequence to be summed; short sequences are one call.
+    """
     trace.record("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
-    return (_affine_plain if together else _AFFINE)(
-        W, x, b
-    )  # one product for each sequence: no gradient of W per sequence, to be summed
+    return (_affine_plain if short(x[..., None, :, :]) else _AFFINE)(W, x, b)
 
 
 def _affine_plain(W: Tensor, x: Tensor, b: Tensor) -> Tensor:

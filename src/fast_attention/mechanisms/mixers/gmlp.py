@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from fast_attention.engine import masks, trace
 from fast_attention.engine.blocks import narrow
-from fast_attention.engine.heads import short
 from fast_attention.engine.numerics import clamp
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
@@ -75,11 +74,11 @@ def halves(
 
 
 def spatial(
-    gate: Float[Tensor, "*batch length some"], w: GatedMLP, *, is_causal: bool
-) -> Float[Tensor, "*batch length some"]:
+    gate: Float[Tensor, "*batch length half"], w: GatedMLP, *, is_causal: bool
+) -> Float[Tensor, "*batch length half"]:
     """``W gate + b`` over the tokens, channel by channel: some or all of them."""
     W, b = spatial_weights(w.W, gate.shape[-2]), narrow(w.b, gate.shape[-2], axis=0)
-    return lower(W, gate) + b[:, None] if is_causal else affine(W, gate, b, together=short(gate[..., None, :, :]))
+    return lower(W, gate) + b[:, None] if is_causal else affine(W, gate, b)
 
 
 def spatial_weights(W: Tensor, length: int) -> Float[Tensor, "length length"]:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from fast_attention.engine import masks
 from fast_attention.engine.blocks import narrow
-from fast_attention.engine.heads import short
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.mechanisms.mixers.fast import affine, lower
@@ -42,14 +41,14 @@ def token_mlp(
     Masked tokens enter as zeros: only what the biases add is left of them. Causal (not in the
     paper): both matrices lower triangular, hidden unit h being that of token h; needs as many units as tokens.
     """
-    length, together = x.shape[-2], short(x[..., None, :, :])
+    length = x.shape[-2]
     x, W1, W2 = masks.drop(x, key_mask), narrow(w.W1, length, axis=1), narrow(w.W2, length, axis=0)
     if is_causal:  # without the units of tokens beyond this sequence
         W1, b1, W2 = (narrow(x, length, axis=axis) for x, axis in ((W1, 0), (w.b1, 0), (W2, 1)))
         hidden = F.gelu(lower(W1, x) + b1[:, None])
         return lower(W2, hidden) + narrow(w.b2, length, axis=0)[:, None]
-    hidden = F.gelu(affine(W1, x, w.b1, together=together))
-    return affine(W2, hidden, narrow(w.b2, length, axis=0), together=together)
+    hidden = F.gelu(affine(W1, x, w.b1))
+    return affine(W2, hidden, narrow(w.b2, length, axis=0))
 
 
 @dataclass(frozen=True, repr=False)
