@@ -13,8 +13,6 @@
 namespace fast_attention {
 namespace FAST_ATTENTION_NAMESPACE {
 
-typedef uint16_t Shorts __attribute__((vector_size(W * 2)));
-
 constexpr int64_t TERMS = 32;  // terms of a product that one instruction adds up
 
 // n floats as sums of two bfloat16 numbers, `high` and `low`; zeros fill both up to `padded`, in whole steps.
@@ -84,77 +82,67 @@ inline void pack_rows(const Tokens& x, int64_t offset, int64_t number, int64_t w
     }
 }
 
-#define FAST_ATTENTION_TILES __attribute__((target("amx-tile,amx-bf16")))
+// Instructions on the tile registers whose numbers are T, A and B. Rows are `stride` bytes apart.
+template <int T>
+inline void load_tile(const void* from, int64_t stride) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
+}
+template <int T>
+inline void store_tile(void* to, int64_t stride) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
+}
+template <int T, int A, int B>
+inline void add_tile_product() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(T), "i"(A), "i"(B));
+}
 
-// The tile registers of a thread while this lives: 0 to 3 hold sums of some rows, 4 and 5 the float32 factor, 6 the other.
+// Calls function(T) for the first tiles of a row of up to four, as constants.
+template <class Function, int... T>
+inline void each_tile_of(int64_t count, Function&& function, std::integer_sequence<int, T...>) {
+  ((T < count ? function(std::integral_constant<int, T>()) : void()), ...);
+}
+
+// The tile registers of a thread while this lives: 0 to 3 hold sums of some rows, 4 and 5 the float32 factor, 6 and 7 the
+// other.
 class TileRegisters {
  public:
-  FAST_ATTENTION_TILES ~TileRegisters() {
-    if (rows_ > 0) _tile_release();
+  ~TileRegisters() {
+    if (rows_ > 0) __asm__ volatile("tilerelease");
   }
 
   // C (M, PANEL) = factor A B, where A has rows of K numbers and B is of `pack_pairs`.
-  FAST_ATTENTION_TILES void multiply(int64_t M, int64_t K, float factor, const uint16_t* A, const uint16_t* B, float* C,
-                                     int64_t ldc) {
+  void multiply(int64_t M, int64_t K, float factor, const uint16_t* A, const uint16_t* B, float* C, int64_t ldc) {
     shape(M);
-    _tile_zero(0);
-    _tile_zero(1);
+    __asm__ volatile("tilezero %%tmm0\n\ttilezero %%tmm1" ::);
     for (int64_t k = 0; k < K; k += TERMS) {
-      _tile_loadd(4, A + k, K * 2);
-      _tile_loadd(6, B + k * PANEL, PANEL * 4);
-      _tile_loadd(7, B + k * PANEL + 2 * W, PANEL * 4);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
+      load_tile<4>(A + k, K * 2);
+      load_tile<6>(B + k * PANEL, PANEL * 4), add_tile_product<0, 4, 6>();
+      load_tile<7>(B + k * PANEL + 2 * W, PANEL * 4), add_tile_product<1, 4, 7>();
     }
-    _tile_stored(0, C, ldc * 4);
-    _tile_stored(1, C + W, ldc * 4);
-    for (int64_t i = 0; i < M; ++i)
-      for (int64_t j = 0; j < PANEL; j += W) store(C + i * ldc + j, load(C + i * ldc + j) * factor);
+    store_tile<0>(C, ldc * 4), store_tile<1>(C + W, ldc * 4);
+    for (int64_t i = 0; i < M; ++i) scale_row(C + i * ldc, PANEL, factor);
   }
 
   // C (M, N) += A B, where A is `high` + `low`, K numbers in rows of `row`, and B, rows of N, is of `pack_rows`.
-  FAST_ATTENTION_TILES void add(int64_t M, int64_t N, int64_t K, const uint16_t* high, const uint16_t* low, int64_t row,
-                                const uint16_t* B, float* C) {
+  void add(int64_t M, int64_t N, int64_t K, const uint16_t* high, const uint16_t* low, int64_t row, const uint16_t* B,
+           float* C) {
     shape(M);
     for (int64_t n = 0; n < N; n += 4 * W) {
-      const int64_t columns = (N - n) / W;
-      float* to = C + n;
-      _tile_loadd(0, to, N * 4);
-      if (columns > 1) _tile_loadd(1, to + W, N * 4);
-      if (columns > 2) _tile_loadd(2, to + 2 * W, N * 4);
-      if (columns > 3) _tile_loadd(3, to + 3 * W, N * 4);
+      const auto columns = [&](auto&& function) { each_tile_of((N - n) / W, function, std::make_integer_sequence<int, 4>()); };
+      columns([&](auto t) { load_tile<t>(C + n + t * W, N * 4); });
       for (int64_t k = 0; k < K; k += TERMS) {
-        const uint16_t* from = B + (k * N + 2 * n);
-        _tile_loadd(4, high + k, row * 2);
-        _tile_loadd(5, low + k, row * 2);
-        _tile_loadd(6, from, N * 4);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(0, 5, 6);
-        if (columns > 1) {
-          _tile_loadd(7, from + 2 * W, N * 4);
-          _tile_dpbf16ps(1, 4, 7);
-          _tile_dpbf16ps(1, 5, 7);
-        }
-        if (columns > 2) {
-          _tile_loadd(6, from + 4 * W, N * 4);
-          _tile_dpbf16ps(2, 4, 6);
-          _tile_dpbf16ps(2, 5, 6);
-        }
-        if (columns > 3) {
-          _tile_loadd(7, from + 6 * W, N * 4);
-          _tile_dpbf16ps(3, 4, 7);
-          _tile_dpbf16ps(3, 5, 7);
-        }
+        load_tile<4>(high + k, row * 2), load_tile<5>(low + k, row * 2);
+        columns([&](auto t) {
+          load_tile<6 + t % 2>(B + k * N + 2 * (n + t * W), N * 4);
+          add_tile_product<t, 4, 6 + t % 2>(), add_tile_product<t, 5, 6 + t % 2>();
+        });
       }
-      _tile_stored(0, to, N * 4);
-      if (columns > 1) _tile_stored(1, to + W, N * 4);
-      if (columns > 2) _tile_stored(2, to + 2 * W, N * 4);
-      if (columns > 3) _tile_stored(3, to + 3 * W, N * 4);
+      columns([&](auto t) { store_tile<t>(C + n + t * W, N * 4); });
     }
   }
 
  private:
-  FAST_ATTENTION_TILES void shape(int64_t rows) {
+  void shape(int64_t rows) {
     if (rows == rows_) return;
     rows_ = rows;
     struct {
@@ -163,7 +151,7 @@ class TileRegisters {
       uint8_t rows[16] = {};
     } config;
     for (int i = 0; i < 8; ++i) config.rows[i] = static_cast<uint8_t>(i < 6 ? rows : 16);
-    _tile_loadconfig(&config);
+    __asm__ volatile("ldtilecfg %0" ::"m"(config));
   }
   int64_t rows_ = 0;
 };

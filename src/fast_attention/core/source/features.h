@@ -22,7 +22,7 @@ constexpr int64_t STEP = 32;         // tokens that meet pair by pair
 constexpr int64_t MANY = 60;         // tokens at once that do not: whole micro-kernels, at most 2 STEP
 constexpr float SLACK = 57.0f;       // how far a key may be above a step's scales: 2^57, about e^40
 constexpr float LOWEST = -1e30f;     // the scale before the first key
-constexpr float MOST = 1e13f;        // of a coordinate: half of its square is a number above LOWEST
+constexpr float LARGEST = 1e13f;     // of a coordinate: half of its square is a number above LOWEST
 constexpr float LEAST = 9.860761e-32f;  // of a denominator: below, a quotient means nothing
 
 // Sums of a section in panels of columns, which products read one after another: kv[panel][feature][PANEL].
@@ -33,40 +33,6 @@ struct FeatureSums {
 inline FeatureSums sums_at(float* numbers, int64_t features, int64_t values) {
   float* z = numbers + whole(features, 32) * whole(values, 32);
   return {numbers, z, z + whole(features, 32)};
-}
-
-struct FeatureScratch {
-  Buffer queries, keys, panel, value_panel, values, pairs, d_pairs, sums, turned, top, out, tokens, row, bias, norms,
-      not_numbers, query_rows, key_rows, query_columns, key_columns, wide, grad, d_denominators, d_features, d_values,
-      d_tokens, totals, scales, factors, parts, apart, parts_of_lead, logs, log_row;
-  std::vector<int64_t> steps;
-  const void* packed = nullptr;  // the rows of which query_rows and key_rows are made
-  int64_t call = -1;
-};
-
-inline FeatureScratch& feature_scratch() {
-  static thread_local FeatureScratch memory;
-  return memory;
-}
-
-// C (M, columns of panels) = or += A (M, K) B, B in panels of K rows that are `panel` numbers apart.
-inline void panel_product(int64_t M, int64_t N, int64_t K, const float* A, int64_t row, int64_t column, const float* B,
-                          int64_t panel, float* C, int64_t ldc, bool add) {
-  for (int64_t j = 0; j < N; j += PANEL, B += panel)
-    if (N - j > W)
-      column_panel<2>(M, K, A, row, column, B, PANEL, C + j, ldc, add);
-    else
-      column_panel<1>(M, K, A, row, column, B, PANEL, C + j, ldc, add);
-}
-
-// Panels of C += A (M, K) B (K, N), rows of B ldb numbers apart.
-inline void add_to_panels(int64_t M, int64_t N, int64_t K, const float* A, int64_t row, int64_t column, const float* B,
-                          int64_t ldb, float* C, int64_t panel) {
-  for (int64_t j = 0; j < N; j += PANEL, C += panel)
-    if (N - j > W)
-      column_panel<2>(M, K, A, row, column, B + j, ldb, C, PANEL, true);
-    else
-      column_panel<1>(M, K, A, row, column, B + j, ldb, C, PANEL, true);
 }
 
 // Panels of (rows, columns) as panels of (columns, rows); both are whole panels of 32.
@@ -82,12 +48,6 @@ inline void turn_panels(const float* from, int64_t rows, int64_t columns, float*
 #pragma GCC unroll 16
       for (int i = 0; i < W; ++i) store(target + i * PANEL, block[i]);
     }
-}
-
-inline float product_of_rows(const float* a, const float* b, int64_t n) {
-  Vec total = {};
-  for (int64_t e = 0; e < n; e += W) total += load(a + e) * load(b + e);
-  return sum(total);
 }
 
 // Zeros in place of the numbers behind the column `last`.
@@ -118,97 +78,95 @@ inline bool any(Ints x) {
   return found != 0;
 }
 
+// Rows of a random map, packed once for the heads of one place in all sequences, which share them.
+struct PackedRows {
+  Buffer memory;
+  float *rows, *columns;       // panels of their numbers, (width, PANEL) each; panels of columns, (rows, PANEL)
+  const void* from = nullptr;  // what was packed in which call
+  int64_t call = -1;
+};
+
 // What one head's items share: how tokens become features, and sums that steps add to.
 class FeatureWork {
  public:
-  FeatureWork(const FeaturesCall& call, int64_t batch, int64_t head, FeatureScratch& memory, bool backward)
-      : c(call), b(batch), h(head), m(memory), exponential(call.map == EXPONENTIAL), random(call.map >= EXPONENTIAL),
-        scaled(random || call.fading > 0), columns(whole(call.features, W)), line(whole(call.features, 32)),
-        value_row(whole(call.values, 32)), width_row(whole(call.width, 32)), row_line(whole(call.rows, 32)),
-        tokens_at_once(call.causal ? STEP : MANY) {
+  FeatureWork(const FeaturesCall& call, int64_t head, bool backward)
+      : c(call), b(head % call.batch), h(head / call.batch), lane(b * call.heads + h),
+        exponential(call.map == EXPONENTIAL), random(call.map >= EXPONENTIAL), scaled(random || call.fading > 0),
+        columns(whole(call.features, W)), line(whole(call.features, 32)), value_row(whole(call.values, 32)),
+        width_row(whole(call.width, 32)), row_line(whole(call.rows, 32)), sum_numbers(line * value_row + line) {
     const int64_t rows = 2 * STEP;
-    tokens = m.tokens.floats(rows * width_row);
-    row = m.row.floats(width_row + value_row + line);
-    value_memory = m.values.floats(rows * value_row);
-    direct_values = c.v.kind == FLOAT32 && c.values % W == 0;
-    const int64_t size = line * value_row + 2 * line;
-    sums = sums_at(m.sums.floats(size), c.features, c.values);
+    tokens = m.floats(rows * width_row), d_tokens = m.floats(rows * (random ? width_row : line));
+    row = m.floats(width_row + value_row + line), value_memory = m.floats(rows * value_row);
+    sums = sums_at(m.floats(state_numbers(c.features, c.values)), c.features, c.values);
+    denominators = c.denominators + lane * c.length, tops = denominators + c.batch * c.heads * c.length;
     if (!scaled) return;
-    top = m.top.floats(line);
-    logs = static_cast<double*>(m.logs.bytes((c.fading > 0 ? SECTION * c.fading : rows) * 8));
-    log_row = m.log_row.floats(line);
+    top = m.floats(line), log_row = m.floats(line), factors = m.floats(line);
+    logs = static_cast<double*>(m.bytes((c.fading > 0 ? SECTION * c.fading : rows) * 8));
     if (!random) return;
-    norms = m.norms.floats(rows);
-    not_numbers = m.not_numbers.floats(rows);
-    bias = m.bias.floats(line);
+    norms = m.floats(rows), not_numbers = m.floats(rows), bias = m.floats(line);
     const float* added = c.bias == nullptr ? nullptr : c.bias + b * c.bias_batch + h * c.bias_head;
     for (int64_t e = 0; e < line; ++e)
       bias[e] = e >= c.features ? -INFINITE : added == nullptr ? 0.0f : added[e] * LOG2E;
-    query_rows = m.query_rows.floats(row_line * c.width);
-    key_rows = m.key_rows.floats(row_line * c.width);
-    if (backward) {
-      query_columns = m.query_columns.floats(row_line * width_row);
-      key_columns = m.key_columns.floats(row_line * width_row);
-    }
-    const void* source = static_cast<const char*>(c.query_rows.data) + 4 * (b * c.query_rows.batch + h * c.query_rows.head);
-    if (m.call == c.number && m.packed == source) return;
-    m.call = c.number, m.packed = source;
-    pack_rows(c.query_rows, query_rows, query_columns);
-    pack_rows(c.key_rows, key_rows, key_columns);
+    static thread_local PackedRows packed[2];
+    query_rows = pack_rows(c.query_rows, packed[0], backward), key_rows = pack_rows(c.key_rows, packed[1], backward);
   }
 
-  // Rows of the map as panels of their numbers, (width, PANEL) each, and as panels of columns, (rows, PANEL).
-  void pack_rows(const Tokens& rows, float* to, float* in_columns) {
+  const PackedRows* pack_rows(const Tokens& rows, PackedRows& packed, bool backward) const {
+    const void* from = static_cast<const float*>(rows.data) + at(rows, 0);
+    if (packed.call == c.number && packed.from == from) return &packed;
+    packed.call = c.number, packed.from = from;
+    packed.rows = static_cast<float*>(packed.memory.bytes(row_line * (c.width + (backward ? width_row : 0)) * 4));
+    packed.columns = packed.rows + row_line * c.width;
     for (int64_t p = 0; p < c.rows; p += PANEL)
-      pack_panel(rows, at(rows, p), c.rows - p, c.width, row, to + p * c.width);
-    if (in_columns == nullptr) return;
-    for (int64_t e = 0; e < c.rows; ++e) {
+      pack_panel(rows, at(rows, p), c.rows - p, c.width, row, packed.rows + p * c.width);
+    for (int64_t e = 0; e < c.rows && backward; ++e) {
       read_row(rows, at(rows, e), c.width, width_row, 1.0f, row);
       for (int64_t p = 0; p < width_row; p += PANEL)
-        std::memcpy(in_columns + (p / PANEL * row_line + e) * PANEL, row + p, PANEL * 4);
+        std::memcpy(packed.columns + (p / PANEL * row_line + e) * PANEL, row + p, PANEL * 4);
     }
+    return &packed;
   }
 
   int64_t at(const Tokens& x, int64_t i) const { return b * x.batch + h * x.head + i * x.row; }
-  bool hidden(int64_t key) const { return c.key_mask != nullptr && !c.key_mask[b * c.mask_batch + h * c.mask_head + key]; }
+  const uint8_t* mask() const { return c.key_mask == nullptr ? nullptr : c.key_mask + b * c.mask_batch + h * c.mask_head; }
+  bool hidden(int64_t key) const { return c.key_mask != nullptr && !mask()[key]; }
 
-  FeatureSums kept(float* states, int64_t slots, int64_t slot) const {
-    return sums_at(states + ((b * c.heads + h) * slots + slot) * state_numbers(c.features, c.values), c.features, c.values);
+  // Sums number `slot` of `slots` that each head has.
+  FeatureSums slot_of(float* states, int64_t slots, int64_t slot) const {
+    return sums_at(states + (lane * slots + slot) * state_numbers(c.features, c.values), c.features, c.values);
   }
 
   // Features of a map that takes every number by itself; zeros for hidden keys.
   void elementwise(const Tokens& x, int64_t first, int64_t n, bool keys, float* to) const {
+    const Map map = c.map;
+    const float offset = c.offset;
     for (int64_t i = 0; i < n; ++i, to += line) {
       if (keys && hidden(first + i)) {
-        std::memset(to, 0, static_cast<size_t>(line) * 4);
+        clear(to, line);
         continue;
       }
       const float* from = to;
-      if (x.kind == FLOAT32 && c.width % W == 0)
+      if (whole_vectors(x, c.width))
         from = static_cast<const float*>(x.data) + at(x, first + i);
       else
         read_row(x, at(x, first + i), c.width, line, 1.0f, to);
-      if (c.map == ELU_PLUS_ONE)  // NaN stays: `larger` gives its second number then
-        for (int64_t e = 0; e < columns; e += W) {
-          const Vec number = load(from + e);
-          store(to + e, larger(Vec{}, number) + exp2(-larger(Vec{}, -number) * LOG2E));
-        }
-      else if (c.map == RELU)
-        for (int64_t e = 0; e < columns; e += W) store(to + e, larger(Vec{}, load(from + e)) + c.offset);
-      else if (from != to)
-        std::memcpy(to, from, static_cast<size_t>(columns) * 4);
+      for (int64_t e = 0; e < columns; e += W) {
+        const Vec number = load(from + e), positive = larger(Vec{}, number);  // NaN stays: it gives its second number then
+        if (map == ELU_PLUS_ONE) store(to + e, positive + exp2(-larger(Vec{}, -number) * LOG2E));
+        else store(to + e, map == RELU ? positive + offset : number);
+      }
       for (int64_t e = c.features; e < columns; ++e) to[e] = 0.0f;
     }
   }
 
-  // Numbers of n tokens within MOST, times d^(-1/4); zeros for hidden keys.
+  // Numbers of n tokens within LARGEST, times d^(-1/4); zeros for hidden keys.
   void read_tokens(const Tokens& x, int64_t first, int64_t n, bool keys) const {
     const float factor = std::pow(static_cast<float>(c.width), -0.25f);
     for (int64_t i = 0; i < n; ++i) {
       float* to = tokens + i * width_row;
       norms[i] = 0.0f, not_numbers[i] = 0.0f;
       if (keys && hidden(first + i)) {
-        std::memset(to, 0, static_cast<size_t>(width_row) * 4);
+        clear(to, width_row);
         norms[i] = INFINITE;
         continue;
       }
@@ -216,7 +174,7 @@ class FeatureWork {
       Vec square = {};
       Ints broken = {};
       for (int64_t e = 0; e < width_row; e += W) {
-        const Vec number = -larger(all(-MOST), -larger(all(-MOST), load(to + e))) * factor;
+        const Vec number = -larger(all(-LARGEST), -larger(all(-LARGEST), load(to + e))) * factor;
         store(to + e, number);
         square += number * number;
         broken |= not_finite(number);
@@ -231,9 +189,8 @@ class FeatureWork {
   void features(const Tokens& x, int64_t first, int64_t n, bool keys, float* to) const {
     if (!random) return elementwise(x, first, n, keys, to);
     read_tokens(x, first, n, keys);
-    const float* rows = keys ? key_rows : query_rows;
-    for (int64_t p = 0; p < c.rows; p += PANEL)
-      column_panel<2>(n, c.width, tokens, width_row, 1, rows + p * c.width, PANEL, to + p, line, false);
+    const float* rows = (keys ? key_rows : query_rows)->rows;
+    panel_product(n, whole(c.rows, PANEL), c.width, tokens, width_row, 1, rows, PANEL, c.width * PANEL, to, line, PANEL, false);
     for (int64_t i = 0; i < n; ++i, to += line) {
       if (exponential) {
         for (int64_t e = 0; e < columns; e += W) store(to + e, load(to + e) * LOG2E + (load(bias + e) - norms[i]));
@@ -249,23 +206,24 @@ class FeatureWork {
     }
   }
 
-  // From here on the logarithms of tokens are what has decayed since this section's first.
-  void begin_section(int64_t first, int64_t end) {
-    begun = first, ended = end;
-    for (int64_t i = first; i < end && c.fading > 0; ++i) {
+  // From here on the logarithms of tokens are what has decayed since this span's first.
+  void begin_decays(Span span) {
+    decaying = span;
+    if (c.fading == 0) return;
+    for (int64_t i = span.first, place = 0; i < span.end; ++i) {
       const float* decay = static_cast<const float*>(c.decay.data) + at(c.decay, i);
-      for (int64_t e = 0, place = (i - first) * c.fading; e < c.fading; ++e, ++place) {
+      for (int64_t e = 0; e < c.fading; ++e, ++place) {
         const double gone = -(decay[e] > -1e6f ? decay[e] : -1e6f) * 1.4426950408889634;
-        logs[place] = i > first ? logs[place - c.fading] + gone : gone;
+        logs[place] = i > span.first ? logs[place - c.fading] + gone : gone;
       }
     }
   }
 
-  // Logarithms of token i of those from `first` on, one of each feature or of all; of a feature at the section's end.
+  // Logarithms of token i of those from `first` on, one of each feature or of all; of a feature at the span's end.
   const double* logs_of(int64_t first, int64_t i) const {
-    return c.fading > 0 ? logs + (first + i - begun) * c.fading : logs + i;
+    return c.fading > 0 ? logs + (first + i - decaying.first) * c.fading : logs + i;
   }
-  double at_end(int64_t feature) const { return logs_of(ended, -1)[c.fading > 1 ? feature : 0]; }
+  double at_end(int64_t feature) const { return logs_of(decaying.end, -1)[c.fading > 1 ? feature : 0]; }
 
   // Those of features `to`, all in float32.
   const float* row_of_logs(const float* to, const double* of_token) const {
@@ -277,11 +235,7 @@ class FeatureWork {
 
   // Multiplies features, or gradients, by 2^(sign (logarithms - scale)).
   void shift(float* to, const double* of_token, const float* scale, double sign) const {
-    if (c.fading <= 1) {
-      const float factor = exp2(static_cast<float>(sign * (of_token[0] - scale[0])));
-      for (int64_t e = 0; e < columns; e += W) store(to + e, load(to + e) * factor);
-      return;
-    }
+    if (c.fading <= 1) return scale_row(to, columns, exp2(static_cast<float>(sign * (of_token[0] - scale[0]))));
     for (int64_t e = 0; e < columns; ++e)
       log_row[e] = e < c.features ? static_cast<float>(sign * (of_token[e] - scale[e])) : 0.0f;
     for (int64_t e = 0; e < columns; e += W) store(to + e, load(to + e) * exp2(load(log_row + e)));
@@ -291,31 +245,26 @@ class FeatureWork {
   void rescale(const float* scale, bool gradients = false) {
     for (int64_t f = 0; f < c.features; ++f) {
       if (scale[f] == sums.scale[f]) continue;
-      if (!gradients && sums.scale[f] == LOWEST) {  // nothing is summed yet
-        sums.scale[f] = scale[f];
-        continue;
-      }
-      const float factor = exp2(gradients ? scale[f] - sums.scale[f] : sums.scale[f] - scale[f]);
-      for (const FeatureSums& x : {sums, before, section}) {
+      const float power = gradients ? scale[f] - sums.scale[f] : sums.scale[f] - scale[f];
+      const bool nothing_yet = !gradients && sums.scale[f] == LOWEST;
+      sums.scale[f] = scale[f];
+      if (nothing_yet) continue;
+      const float factor = exp2(power);
+      for (const FeatureSums& x : {sums, before, added}) {
         if (x.kv == nullptr) continue;
-        for (int64_t p = 0; p < value_row; p += PANEL)
-          for (int64_t e = 0; e < PANEL; e += W) {
-            float* to = x.kv + (p / PANEL * line + f) * PANEL + e;
-            store(to, load(to) * factor);
-          }
+        for (int64_t p = 0; p < value_row; p += PANEL) scale_row(x.kv + (p / PANEL * line + f) * PANEL, PANEL, factor);
         x.z[f] *= factor;
       }
-      sums.scale[f] = scale[f];
     }
   }
 
   // The same where the sums of values stand in panels of features.
   void rescale_turned(const float* scale, float* turned) {
     bool same = true;
-    float* factors = m.factors.floats(line);
     for (int64_t f = 0; f < line; ++f) {
-      same = same && (f >= c.features || scale[f] == sums.scale[f]);
-      factors[f] = f >= c.features ? 1.0f : scale[f] == sums.scale[f] ? 1.0f : exp2(sums.scale[f] - scale[f]);
+      const bool stays = f >= c.features || scale[f] == sums.scale[f];
+      same = same && stays;
+      factors[f] = stays ? 1.0f : exp2(sums.scale[f] - scale[f]);
       sums.z[f] *= factors[f];
       sums.scale[f] = scale[f];
     }
@@ -328,12 +277,12 @@ class FeatureWork {
         }
   }
 
-  void raise(float* scale, const float* to) const {
+  void raise_scale(float* scale, const float* to) const {
     for (int64_t e = 0; e < columns; e += W) store(scale + e, larger(load(to + e), load(scale + e)));
   }
 
-  // Key i of those from `first` on over 2^scale.
-  void over(float* to, int64_t first, int64_t i, const float* scale) const {
+  // Brings key i of those from `first` on over 2^scale.
+  void divide_by_scale(float* to, int64_t first, int64_t i, const float* scale) const {
     if (!exponential) return shift(to, logs_of(first, i), scale, 1.0);
     for (int64_t e = 0; e < columns; e += W) store(to + e, exp2(load(to + e) - load(scale + e)) + not_numbers[i]);
     for (int64_t e = c.features; e < columns; ++e) to[e] = 0.0f;
@@ -342,17 +291,17 @@ class FeatureWork {
   // Features of keys over scales that none of them is above.
   void keys_over(int64_t first, int64_t n, const float* scale, float* to) const {
     features(c.k, first, n, true, to);
-    for (int64_t i = 0; i < n && scaled; ++i) over(to + i * line, first, i, scale);
+    for (int64_t i = 0; i < n && scaled; ++i) divide_by_scale(to + i * line, first, i, scale);
   }
 
   // Features of keys whose sums nobody reads before they are all there; the sums take their scales.
   void keys_of_sums(int64_t first, int64_t n, float* to) {
     features(c.k, first, n, true, to);
     if (!scaled) return;
-    std::memcpy(top, sums.scale, static_cast<size_t>(line) * 4);
-    for (int64_t i = 0; i < n; ++i) raise(top, row_of_logs(to + i * line, logs_of(first, i)));
+    copy_row(top, sums.scale);
+    for (int64_t i = 0; i < n; ++i) raise_scale(top, row_of_logs(to + i * line, logs_of(first, i)));
     rescale(top);
-    for (int64_t i = 0; i < n; ++i) over(to + i * line, first, i, sums.scale);
+    for (int64_t i = 0; i < n; ++i) divide_by_scale(to + i * line, first, i, sums.scale);
   }
 
   // Features of the keys of a step, of which there may be fewer than n; `scale` becomes the step's, `top` the largest
@@ -360,62 +309,56 @@ class FeatureWork {
   int64_t keys_of_step(int64_t first, int64_t n, float* to, float* scale) {
     features(c.k, first, n, true, to);
     if (!scaled) return n;
-    std::memcpy(scale, top, static_cast<size_t>(line) * 4);
-    raise(scale, row_of_logs(to, logs_of(first, 0)));
+    copy_row(scale, top);
+    raise_scale(scale, row_of_logs(to, logs_of(first, 0)));
     for (int64_t i = 0; i < n; ++i) {
       const float* own = row_of_logs(to + i * line, logs_of(first, i));
-      Vec above = all(-INFINITE);
-      for (int64_t e = 0; e < columns; e += W) above = larger(load(own + e) - load(scale + e), above);
-      if (i > 0 && largest(above) > SLACK) return i;
-      raise(top, own);
-      over(to + i * line, first, i, scale);
+      Vec excess = all(-INFINITE);
+      for (int64_t e = 0; e < columns; e += W) excess = larger(load(own + e) - load(scale + e), excess);
+      if (i > 0 && largest(excess) > SLACK) return i;
+      raise_scale(top, own);
+      divide_by_scale(to + i * line, first, i, scale);
     }
     return n;
   }
 
-  // Features of queries beside sums over 2^scale. Random ones are over each query's largest term, whose logarithm is kept
-  // or `known`.
-  void queries(int64_t first, int64_t n, const float* scale, float* tops, bool known, float* to) {
+  // Features of queries beside sums over 2^scale. Random ones are over each query's largest term, whose logarithm is
+  // written to `tops`, or read from there.
+  void queries(int64_t first, int64_t n, const float* scale, bool has_tops, float* to) const {
     features(c.q, first, n, false, to);
-    for (int64_t i = 0; i < n && c.fading > 0; ++i) shift(to + i * line, logs_of(first, i), scale, -1.0);
-    for (int64_t i = 0; i < n && random && !exponential; ++i) {
-      if (!known) tops[first + i] = scale[0];
-      const float factor = exp2(scale[0] - tops[first + i]);
-      for (int64_t e = 0; e < columns && known; e += W) store(to + i * line + e, load(to + i * line + e) * factor);
-    }
-    for (int64_t i = 0; i < n && exponential; ++i) {
-      float* logs = to + i * line;
-      float before = tops[first + i];
-      if (!known) {
+    for (int64_t i = 0; i < n && scaled; ++i, to += line) {
+      if (c.fading > 0) {
+        shift(to, logs_of(first, i), scale, -1.0);
+      } else if (!exponential) {
+        if (!has_tops) tops[first + i] = scale[0];
+        const float factor = exp2(scale[0] - tops[first + i]);
+        if (has_tops) scale_row(to, columns, factor);
+      } else {
         Vec most = all(-INFINITE);
-        for (int64_t e = 0; e < columns; e += W) {
-          const Vec term = load(logs + e) + load(scale + e);
-          store(logs + e, term);
+        for (int64_t e = 0; e < columns && !has_tops; e += W) {
+          const Vec term = load(to + e) + load(scale + e);
+          store(to + e, term);
           most = larger(term, most);
         }
-        tops[first + i] = before = largest(most);
-        for (int64_t e = 0; e < columns; e += W) store(logs + e, exp2(load(logs + e) - before) + not_numbers[i]);
-      } else {
-        for (int64_t e = 0; e < columns; e += W) store(logs + e, exp2(load(logs + e) + load(scale + e) - before));
+        if (!has_tops) tops[first + i] = largest(most);
+        const float before = tops[first + i];
+        for (int64_t e = 0; e < columns && !has_tops; e += W) store(to + e, exp2(load(to + e) - before) + not_numbers[i]);
+        for (int64_t e = 0; e < columns && has_tops; e += W) store(to + e, exp2(load(to + e) + load(scale + e) - before));
+        for (int64_t e = c.features; e < columns; ++e) to[e] = 0.0f;
       }
-      for (int64_t e = c.features; e < columns; ++e) logs[e] = 0.0f;
     }
   }
 
   // Rows of values of keys, zeros for hidden ones.
   const float* values(int64_t first, int64_t n, int64_t& distance) const {
-    const uint8_t* seen = c.key_mask == nullptr ? nullptr : c.key_mask + b * c.mask_batch + h * c.mask_head + first;
-    if (direct_values && (seen == nullptr || std::memchr(seen, 0, static_cast<size_t>(n)) == nullptr)) {
+    if (whole_vectors(c.v, c.values) && (c.key_mask == nullptr || std::memchr(mask() + first, 0, static_cast<size_t>(n)) == nullptr)) {
       distance = c.v.row;
       return static_cast<const float*>(c.v.data) + at(c.v, first);
     }
     distance = value_row;
-    for (int64_t i = 0; i < n; ++i) {
-      if (hidden(first + i))
-        std::memset(value_memory + i * value_row, 0, static_cast<size_t>(value_row) * 4);
-      else
-        read_row(c.v, at(c.v, first + i), c.values, value_row, 1.0f, value_memory + i * value_row);
-    }
+    for (int64_t i = 0; i < n; ++i)
+      if (hidden(first + i)) clear(value_memory + i * value_row, value_row);
+      else read_row(c.v, at(c.v, first + i), c.values, value_row, 1.0f, value_memory + i * value_row);
     return value_memory;
   }
 
@@ -423,70 +366,63 @@ class FeatureWork {
   Ints write_output(int64_t i, float* from, float factor) const {
     Ints broken = {};
     for (int64_t e = c.values; e < whole(c.values, W); ++e) from[e] = 0.0f;
-    if (c.out.kind == FLOAT32 && c.values % W == 0) {
-      float* to = static_cast<float*>(c.out.data) + at(c.out, i);
-      for (int64_t e = 0; e < c.values; e += W) {
-        const Vec number = load(from + e) * factor;
-        store(to + e, number);
-        broken |= not_finite(number);
-      }
-      return broken;
+    float* to = whole_vectors(c.out, c.values) ? static_cast<float*>(c.out.data) + at(c.out, i) : from;
+    for (int64_t e = 0; e < c.values; e += W) {
+      const Vec number = load(from + e) * factor;
+      store(to + e, number);
+      broken |= not_finite(number);
     }
-    for (int64_t e = 0; e < c.values; e += W) broken |= not_finite(load(from + e) * factor);
-    write_row(c.out, at(c.out, i), c.values, factor, from);
+    if (to == from) write_row(c.out, at(c.out, i), c.values, 1.0f, from);
     return broken;
   }
 
-  // S += K^T V, z += sum of K.
-  void add_keys(const float* keys, const float* v, int64_t distance, int64_t n) {
-    const FeatureSums& to = section.kv == nullptr ? sums : section;
-    add_to_panels(c.features, c.values, n, keys, 1, line, v, distance, to.kv, line * PANEL);
-    add_rows(keys, n, to.z);
-    if (section.kv == nullptr) return;
-    for (int64_t i = 0; i < line * value_row + line; i += W) store(sums.kv + i, load(before.kv + i) + load(section.kv + i));
+  // S = or += K^T V, z += sum of K, times weights if there are any: of n rows of features, and of values or numerators.
+  void add_to_sums(const float* rows, const float* weights, const float* v, int64_t distance, int64_t n,
+                   const FeatureSums& to, bool add = true) const {
+    panel_product(c.features, c.values, n, rows, 1, line, v, distance, PANEL, to.kv, PANEL, line * PANEL, add);
+    add_rows(rows, weights, n, to.z);
   }
 
   // From here on the keys of a section are summed apart from those before it, which rounds each of them once.
-  void sum_apart(const FeatureSums& earlier) {
-    float* memory = m.apart.floats(2 * state_numbers(c.features, c.values));
-    before = sums_at(memory, c.features, c.values);
-    section = sums_at(memory + state_numbers(c.features, c.values), c.features, c.values);
-    copy(earlier, before);
-    std::memset(section.kv, 0, static_cast<size_t>(line * value_row + line) * 4);
+  void sum_apart() {
+    before = sums_at(m.floats(state_numbers(c.features, c.values)), c.features, c.values);
+    added = sums_at(m.floats(state_numbers(c.features, c.values)), c.features, c.values);
+    copy(sums, before);
+    clear(added.kv, sum_numbers);
+  }
+  void join_sums() {
+    for (int64_t i = 0; i < sum_numbers; i += W) store(sums.kv + i, load(before.kv + i) + load(added.kv + i));
   }
 
-  void add_rows(const float* rows, int64_t n, float* to) const {
+  // z += the sum of rows, times weights if there are any
+  void add_rows(const float* rows, const float* weights, int64_t n, float* to) const {
     for (int64_t e = 0; e < columns; e += W) {
       Vec total = {};
-      for (int64_t i = 0; i < n; ++i) total += load(rows + i * line + e);
+      for (int64_t i = 0; i < n; ++i) total += load(rows + i * line + e) * (weights == nullptr ? 1.0f : weights[i]);
       store(to + e, load(to + e) + total);
     }
   }
 
-  // z += the sum of rows times weights
-  void add_weighted_rows(const float* rows, const float* weights, int64_t n, float* to) const {
-    for (int64_t e = 0; e < columns; e += W) {
-      Vec total = {};
-      for (int64_t i = 0; i < n; ++i) total += load(rows + i * line + e) * weights[i];
-      store(to + e, load(to + e) + total);
-    }
+  // C = A S^T + weights z^T, gradients of features: of values or numerators A, with turned sums; weights are 1 if there are
+  // none.
+  void to_features(const float* A, int64_t distance, int64_t n, const float* turned, const float* z, const float* weights,
+                   float* to) const {
+    panel_product(n, c.features, c.values, A, distance, 1, turned, PANEL, value_row * PANEL, to, line, PANEL, false);
+    for (int64_t r = 0; r < n; ++r) add_row(to + r * line, z, columns, weights == nullptr ? 1.0f : weights[r]);
   }
 
-  // rows += weights times z, of features; one for each row, or 1
-  void add_to_rows(const float* z, const float* weights, int64_t n, float* rows) const {
-    for (int64_t r = 0; r < n; ++r) {
-      const float weight = weights == nullptr ? 1.0f : weights[r];
-      for (int64_t e = r * line, f = 0; f < columns; e += W, f += W) store(rows + e, load(rows + e) + load(z + f) * weight);
-    }
+  // C = features S
+  void to_values(const float* features, int64_t n, const float* kv, float* to) const {
+    panel_product(n, c.values, c.features, features, line, 1, kv, PANEL, line * PANEL, to, value_row, PANEL, false);
   }
 
-  // Products of keys of a step as columns, in panels of (numbers, PANEL); `above` rows see none of a panel's keys.
+  // Products of keys of a step as columns, in panels of (numbers, PANEL); rows before a panel's keys see none of them.
   void triangle(const float* rows, int64_t row_distance, const float* keys, int64_t key_distance, int64_t numbers, int64_t n,
                 float* panel, float* to) const {
     for (int64_t p = 0; p < n; p += PANEL) {
       pack_panel({const_cast<float*>(keys), 0, 0, key_distance, FLOAT32}, p * key_distance, n - p, numbers, row, panel);
-      const int64_t above = p / ROWS * ROWS;
-      column_panel<2>(n - above, numbers, rows + above * row_distance, row_distance, 1, panel, PANEL, to + above * STEP + p,
+      const int64_t first = p / ROWS * ROWS;
+      column_panel<2>(n - first, numbers, rows + first * row_distance, row_distance, 1, panel, PANEL, to + first * STEP + p,
                       STEP, false);
     }
   }
@@ -494,15 +430,13 @@ class FeatureWork {
   // C += the triangle's rows times rows of keys
   void add_triangle(const float* pairs, const float* rows, int64_t distance, int64_t numbers, int64_t n, float* to,
                     int64_t to_row) const {
-    for (int64_t r = 0; r < n; r += ROWS) {
-      const int64_t count = n - r < ROWS ? n - r : ROWS;
+    in_steps({0, n}, ROWS, [&](int64_t r, int64_t count) {
       product(count, whole(numbers, W), r + count, pairs + r * STEP, STEP, 1, rows, distance, to + r * to_row, to_row, true);
-    }
+    });
   }
 
   // Gradients of numerators and denominators of n queries.
   void quotients(const FeaturesGradients& d, int64_t first, int64_t n, float* grad, float* d_denominators) const {
-    const float* denominators = c.denominators + (b * c.heads + h) * c.length;
     for (int64_t i = 0; i < n; ++i, grad += value_row) {
       read_row(d.grad_out, at(d.grad_out, first + i), c.values, value_row, 1.0f / denominators[first + i], grad);
       read_row(c.out, at(c.out, first + i), c.values, value_row, 1.0f, row);
@@ -516,17 +450,16 @@ class FeatureWork {
                        const Tokens& to, float* d_rows, float* d_bias, float* d_decay = nullptr,
                        const float* scale = nullptr) {
     if (!random) {
-      float* plain = m.d_tokens.floats(line);
       for (int64_t i = 0; i < n; ++i) {
         float* slope = d_features + i * line;
         const float* feature = features + i * line;
         if (c.fading > 0) {
-          float* decay = d_decay + ((b * c.heads + h) * c.keys + first + i) * c.fading;
+          float* decay = d_decay + (lane * c.keys + first + i) * c.fading;
           for (int64_t e = 0; e < c.features; ++e)
             decay[c.fading > 1 ? e : 0] += (keys ? -1.0f : 1.0f) * slope[e] * feature[e];
           shift(slope, logs_of(first, i), scale, keys ? 1.0 : -1.0);
-          elementwise(x, first + i, 1, keys, plain);
-          feature = plain;
+          elementwise(x, first + i, 1, keys, d_tokens);
+          feature = d_tokens;
         }
         if (keys && hidden(first + i)) {
           for (int64_t e = 0; e < c.width; ++e) slope[e] = 0.0f;
@@ -542,7 +475,7 @@ class FeatureWork {
       return;
     }
     read_tokens(x, first, n, keys);
-    float *d_tokens = m.d_tokens.floats(2 * STEP * width_row), all_features[2 * STEP];
+    float all_features[2 * STEP];
     for (int64_t i = 0; i < n; ++i) {
       float* slope = d_features + i * line;
       const float* feature = features + i * line;
@@ -556,94 +489,83 @@ class FeatureWork {
       for (int64_t e = 0; e < c.rows && !exponential; e += W)  // cosines come first, then sines
         store(slope + e, load(slope + c.rows + e) * load(feature + e) - load(slope + e) * load(feature + c.rows + e));
     }
-    panel_product(n, c.width, c.rows, d_features, line, 1, keys ? key_columns : query_columns, row_line * PANEL, d_tokens,
-                  width_row, false);
+    panel_product(n, c.width, c.rows, d_features, line, 1, (keys ? key_rows : query_rows)->columns, PANEL, row_line * PANEL,
+                  d_tokens, width_row, PANEL, false);
     if (d_rows != nullptr)
       product(c.rows, whole(c.width, W), n, d_features, 1, line, tokens, width_row, d_rows, width_row, true);
-    if (d_bias != nullptr) add_rows(d_features, n, d_bias);
+    if (d_bias != nullptr) add_rows(d_features, nullptr, n, d_bias);
     const float factor = std::pow(static_cast<float>(c.width), -0.25f);
     for (int64_t i = 0; i < n; ++i) {
       float *dx = d_tokens + i * width_row, *token = tokens + i * width_row;
-      if (keys || c.normed)
-        for (int64_t e = 0; e < width_row; e += W) store(dx + e, load(dx + e) + load(token + e) * all_features[i]);
+      if (keys || c.normed) add_row(dx, token, width_row, all_features[i]);
       for (int64_t e = 0; e < c.width; ++e)  // slope 0 beyond the bound
-        if (std::fabs(token[e]) >= MOST * factor) dx[e] = 0.0f;
+        if (std::fabs(token[e]) >= LARGEST * factor) dx[e] = 0.0f;
       write_row(to, at(to, first + i), c.width, factor, dx);
     }
   }
 
+  // Gradients of n keys from `first` on that queries read over `scale` from sums, whose own gradients are `d_sums`, also in
+  // turned panels.
+  void key_gradients(const FeaturesGradients& d, int64_t first, int64_t n, const float* scale, const FeatureSums& d_sums,
+                     const float* turned, float* keys, float* d_features, float* d_values, float* d_rows, float* d_bias) {
+    int64_t distance;
+    keys_over(first, n, scale, keys);
+    const float* v = values(first, n, distance);
+    to_features(v, distance, n, turned, d_sums.z, nullptr, d_features);
+    to_values(keys, n, d_sums.kv, d_values);
+    write_values(d.dv, first, n, d_values);
+    write_gradients(c.k, first, n, true, keys, d_features, d.dk, d_rows, d_bias);
+  }
+
   void write_values(const Tokens& to, int64_t first, int64_t n, float* rows) const {
     for (int64_t i = 0; i < n; ++i, rows += value_row) {
-      if (hidden(first + i)) std::memset(rows, 0, static_cast<size_t>(value_row) * 4);
+      if (hidden(first + i)) clear(rows, value_row);
       write_row(to, at(to, first + i), c.values, 1.0f, rows);
     }
   }
 
   float* rows_of(float* gradients, int64_t slots, int64_t slot) const {
-    return gradients == nullptr ? nullptr : gradients + ((b * c.heads + h) * slots + slot) * c.rows * width_row;
+    return gradients == nullptr ? nullptr : gradients + (lane * slots + slot) * c.rows * width_row;
   }
   float* bias_of(float* gradients, int64_t slots, int64_t slot) const {
-    return gradients == nullptr ? nullptr : gradients + ((b * c.heads + h) * slots + slot) * line;
+    return gradients == nullptr ? nullptr : gradients + (lane * slots + slot) * line;
   }
 
-  void clear(FeatureSums& x) const {
-    std::memset(x.kv, 0, static_cast<size_t>(line * value_row + line) * 4);
+  void begin_sums(const FeatureSums& x) const {
+    clear(x.kv, sum_numbers);
     for (int64_t e = 0; e < line; ++e) x.scale[e] = random ? LOWEST : 0.0f;
   }
-
   void copy(const FeatureSums& from, const FeatureSums& to) const {
     std::memcpy(to.kv, from.kv, static_cast<size_t>(state_numbers(c.features, c.values)) * 4);
   }
+  void copy_row(float* to, const float* from) const { std::memcpy(to, from, static_cast<size_t>(line) * 4); }
 
+  Frame m;
   const FeaturesCall& c;
-  const int64_t b, h;
-  FeatureScratch& m;
+  const int64_t b, h, lane;
   const bool exponential, random, scaled;
-  const int64_t columns, line, value_row, width_row, row_line, tokens_at_once;
-  FeatureSums sums{}, before{}, section{};  // sums = before + section where those are kept apart
-  bool direct_values = false;
-  int64_t begun = 0, ended = 0;
+  const int64_t columns, line, value_row, width_row, row_line, sum_numbers;
+  FeatureSums sums{}, before{}, added{};  // sums = before + added where those are kept apart
+  Span decaying{};
   double* logs = nullptr;
-  float *tokens = nullptr, *row = nullptr, *value_memory = nullptr, *top = nullptr, *norms = nullptr,
-        *not_numbers = nullptr, *bias = nullptr, *query_rows = nullptr, *key_rows = nullptr, *query_columns = nullptr,
-        *key_columns = nullptr, *log_row = nullptr;
+  float *tokens, *d_tokens, *row, *value_memory, *denominators, *tops, *top = nullptr, *log_row = nullptr,
+      *factors = nullptr, *norms = nullptr, *not_numbers = nullptr, *bias = nullptr;
+  const PackedRows *query_rows = nullptr, *key_rows = nullptr;
 };
 
 // Sections of one call. Leading keys, which all queries see, come first, then those beside the queries.
 struct Sections {
   explicit Sections(const FeaturesCall& c)
-      : lead_keys(c.causal ? c.keys - c.length : c.keys), lead(section_count(lead_keys)), queries(section_count(c.length)),
-        keys(lead + (c.causal ? queries : 0)) {}
-  int64_t lead_keys, lead, queries, keys;
-  // The keys of a section.
-  void of_keys(int64_t section, const FeaturesCall& c, int64_t& first, int64_t& end) const {
-    first = section < lead ? section * SECTION : lead_keys + (section - lead) * SECTION;
-    const int64_t limit = section < lead ? lead_keys : c.keys;
-    end = first + SECTION < limit ? first + SECTION : limit;
+      : all_keys{0, c.keys}, all_queries{0, c.length}, leading_keys(c.causal ? c.keys - c.length : c.keys),
+        leading(section_count(leading_keys)), queries(section_count(c.length)), keys(leading + (c.causal ? queries : 0)) {}
+  Span of_keys(int64_t section) const {
+    if (section < leading) return span_of({0, leading_keys}, SECTION, section);
+    return span_of({leading_keys, all_keys.end}, SECTION, section - leading);
   }
-  void of_queries(int64_t section, const FeaturesCall& c, int64_t& first, int64_t& end) const {
-    first = section * SECTION;
-    end = first + SECTION < c.length ? first + SECTION : c.length;
-  }
+  Span of_queries(int64_t section) const { return span_of(all_queries, SECTION, section); }
+  const Span all_keys, all_queries;
+  const int64_t leading_keys, leading, queries, keys;
 };
-
-inline void sum_section(const FeaturesCall& c, const Sections& cut, int64_t batch, int64_t head, int64_t section) {
-  FeatureScratch& m = feature_scratch();
-  FeatureWork work(c, batch, head, m, false);
-  float* keys = m.keys.floats(2 * STEP * work.line);
-  work.sums = work.kept(c.states, cut.keys + 1, section);
-  work.clear(work.sums);
-  int64_t first, end;
-  cut.of_keys(section, c, first, end);
-  work.begin_section(first, end);
-  for (int64_t j = first; j < end; j += MANY) {
-    const int64_t n = end - j < MANY ? end - j : MANY;
-    int64_t distance;
-    work.keys_of_sums(j, n, keys);
-    const float* v = work.values(j, n, distance);
-    work.add_keys(keys, v, distance, n);
-  }
-}
 
 // A call's own states are (features, values) and natural logarithms: what is lost in rounding those goes to the factor.
 inline float natural(float scale, double& factor) {
@@ -658,27 +580,27 @@ inline float binary(float log, double& factor) {
   return scale;
 }
 
-// Sums of many sections in float64.
+// Sums of many sections of a head in float64, in panels as theirs, and their scales.
 class Totals {
  public:
-  Totals(const FeatureWork& work, Buffer& memory)
-      : w(work), kv(static_cast<double*>(memory.bytes((work.line * work.value_row + work.line) * 8))),
-        z(kv + work.line * work.value_row) {}
-
-  void clear() { std::memset(kv, 0, static_cast<size_t>(w.line * w.value_row + w.line) * 8); }
+  explicit Totals(FeatureWork& work)
+      : w(work), kv(static_cast<double*>(w.m.bytes(w.sum_numbers * 8))), z(kv + w.line * w.value_row),
+        scale(w.m.floats(w.line)), first_feature(w.lane * w.c.features) {
+    std::memset(kv, 0, static_cast<size_t>(w.sum_numbers) * 8);
+    for (int64_t f = 0; f < w.line; ++f) scale[f] = w.random ? LOWEST : 0.0f;
+  }
 
   // = total 2^(scale - to) + sums 2^(their scale - to): to the larger scales, or to the end of the section that `of` began
-  void add(const FeatureSums& sums, float* scale, const FeatureWork& of) {
+  void add(const FeatureSums& sums, const FeatureWork& of) {
     for (int64_t f = 0; f < w.c.features; ++f) {
-      const double to = w.c.fading > 0 ? of.at_end(f) : sums.scale[f] > scale[f] ? sums.scale[f] : scale[f];
-      const double ours = factor(scale[f], to), theirs = factor(sums.scale[f], to);
+      const double to = w.c.fading > 0 ? of.at_end(f) : std::max(scale[f], sums.scale[f]);
+      combine(sums, f, factor(scale[f], to), factor(sums.scale[f], to));
       scale[f] = w.c.fading > 0 ? 0.0f : static_cast<float>(to);
-      z[f] = z[f] * ours + sums.z[f] * theirs;
-      combine(sums, f, ours, theirs);
     }
   }
 
   void combine(const FeatureSums& sums, int64_t f, double ours, double theirs) {
+    z[f] = z[f] * ours + sums.z[f] * theirs;
     for (int64_t p = 0; p < w.value_row / PANEL; ++p) {
       double* total = kv + (p * w.line + f) * PANEL;
       const float* part = sums.kv + (p * w.line + f) * PANEL;
@@ -688,454 +610,377 @@ class Totals {
 
   static double factor(double from, double to) { return from == to ? 1.0 : std::exp2(from - to); }
 
-  void write(const FeatureSums& to, const float* scale) const {
-    for (int64_t i = 0; i < w.line * w.value_row; ++i) to.kv[i] = static_cast<float>(kv[i]);
-    for (int64_t f = 0; f < w.line; ++f) to.z[f] = static_cast<float>(z[f]), to.scale[f] = scale[f];
-  }
-
-  // A state of the caller, or the gradient of one.
-  void read(const States& x) {
-    const int64_t head = w.b * w.c.heads + w.h, features = w.c.features, values = w.c.values;
-    for (int64_t f = 0; f < features; ++f) {
-      z[f] = x.z[head * features + f];
-      for (int64_t e = 0; e < values; ++e)
-        kv[(e / PANEL * w.line + f) * PANEL + e % PANEL] = x.kv[(head * features + f) * values + e];
-    }
-  }
-
   void multiply(int64_t f, double factor) {
     z[f] *= factor;
     for (int64_t p = 0; p < w.value_row / PANEL; ++p)
       for (int64_t e = 0; e < PANEL; ++e) kv[(p * w.line + f) * PANEL + e] *= factor;
   }
 
+  void write(const FeatureSums& to) const {
+    for (int64_t i = 0; i < w.sum_numbers; ++i) to.kv[i] = static_cast<float>(kv[i]);
+    w.copy_row(to.scale, scale);
+  }
+
+  // Calls function(number of the caller's, number of ours) for all numbers of a state (features, values).
+  template <class Function>
+  void each_number(Function&& function) const {
+    for (int64_t f = 0; f < w.c.features; ++f)
+      for (int64_t e = 0; e < w.c.values; ++e)
+        function((first_feature + f) * w.c.values + e, (e / PANEL * w.line + f) * PANEL + e % PANEL);
+  }
+
+  // A state of the caller, or the gradient of one.
+  void read(const States& x) {
+    for (int64_t f = 0; f < w.c.features; ++f) z[f] = x.z[first_feature + f];
+    each_number([&](int64_t theirs, int64_t ours) { kv[ours] = x.kv[theirs]; });
+  }
   void write(const States& x) const {
-    const int64_t head = w.b * w.c.heads + w.h, features = w.c.features, values = w.c.values;
-    for (int64_t f = 0; f < features; ++f) {
-      x.z[head * features + f] = static_cast<float>(z[f]);
-      for (int64_t e = 0; e < values; ++e)
-        x.kv[(head * features + f) * values + e] = static_cast<float>(kv[(e / PANEL * w.line + f) * PANEL + e % PANEL]);
-    }
+    for (int64_t f = 0; f < w.c.features; ++f) x.z[first_feature + f] = static_cast<float>(z[f]);
+    each_number([&](int64_t theirs, int64_t ours) { x.kv[theirs] = static_cast<float>(kv[ours]); });
   }
 
-  const FeatureWork& w;
-  double *kv, *z;
-};
-
-// The sums of all keys up to a section of one head, in float64.
-class HeadSums {
- public:
-  HeadSums(const FeaturesCall& call, const Sections& sections, int64_t batch, int64_t head)
-      : c(call), cut(sections), work(call, batch, head, feature_scratch(), false), totals(work, feature_scratch().wide),
-        scale(feature_scratch().totals.floats(2 * work.line)), first_scale((batch * c.heads + head) * c.features) {
-    totals.clear();
-    for (int64_t f = 0; f < work.line; ++f) scale[f] = work.random ? LOWEST : 0.0f;
-    if (c.first.kv == nullptr) return;
-    totals.read(c.first);
-    for (int64_t f = 0; f < c.features && work.random; ++f) {
+  // The sums of all keys up to a section: they begin with the state before the first key, and end with that after the last.
+  void begin() {
+    const States& state = w.c.first;
+    if (state.kv == nullptr) return;
+    read(state);
+    for (int64_t f = 0; f < w.c.features && w.random; ++f) {
       double factor;
-      scale[f] = binary(c.first.log_scale[first_scale + f], factor);
-      totals.multiply(f, factor);
+      scale[f] = binary(state.log_scale[first_feature + f], factor);
+      multiply(f, factor);
     }
   }
-
-  // Writes the sums before section `s` to its place, behind the last those of all keys.
-  FeatureSums write(int64_t s) const {
-    const FeatureSums slot = work.kept(c.states, cut.keys + 1, s);
-    totals.write(slot, scale);
-    return slot;
-  }
-
-  void add(const FeatureSums& section, const FeatureWork& of) { totals.add(section, scale, of); }
-
-  // The state behind the last key, if the call wants it.
   void finish() {
-    write(cut.keys);
-    if (c.last.kv == nullptr) return;
-    for (int64_t f = 0; f < c.features && work.random; ++f) {
+    const States& state = w.c.last;
+    if (state.kv == nullptr) return;
+    for (int64_t f = 0; f < w.c.features && w.random; ++f) {
       double factor;
-      c.last.log_scale[first_scale + f] = natural(scale[f], factor);
-      totals.multiply(f, factor);
+      state.log_scale[first_feature + f] = natural(scale[f], factor);
+      multiply(f, factor);
     }
-    totals.write(c.last);
+    write(state);
   }
 
-  const FeaturesCall& c;
-  const Sections& cut;
-  FeatureWork work;
-  Totals totals;
+  FeatureWork& w;
+  double *kv, *z;
   float* scale;
-  const int64_t first_scale;
+  const int64_t first_feature;
 };
 
-// In place of the sums of each section those before it, and behind the last those of all keys.
-inline void scan_sections(const FeaturesCall& c, const Sections& cut, int64_t batch, int64_t head) {
-  FeatureScratch& m = feature_scratch();
-  HeadSums sums(c, cut, batch, head);
-  const bool all_summed = !c.causal || c.last.kv != nullptr;
-  FeatureSums part = sums_at(m.sums.floats(state_numbers(c.features, c.values)), c.features, c.values);
-  for (int64_t s = 0; s < cut.keys; ++s) {
-    const bool summed = all_summed || s < cut.keys - 1;
-    if (summed) sums.work.copy(sums.work.kept(c.states, cut.keys + 1, s), part);
-    sums.write(s);
-    int64_t first, end;
-    cut.of_keys(s, c, first, end);
-    sums.work.begin_section(first, end);
-    if (summed) sums.add(part, sums.work);
-  }
-  sums.finish();
-}
+// Sections of one head of a call: their sums, outputs and gradients.
+class SectionWork : public FeatureWork {
+ public:
+  SectionWork(const FeaturesCall& call, const Sections& sections, int64_t head, bool backward)
+      : FeatureWork(call, head, backward), cut(sections) {}
 
-// The outputs of a section; whether all are finite. `whole`: takes the section's keys, which no pass before summed.
-inline bool read_section(const FeaturesCall& c, const Sections& cut, int64_t batch, int64_t head, int64_t section,
-                         HeadSums* whole = nullptr) {
-  FeatureScratch& m = feature_scratch();
-  FeatureWork work(c, batch, head, m, false);
-  const int64_t line = work.line, value_row = work.value_row, at_once = work.tokens_at_once;
-  float *queries = m.queries.floats(2 * STEP * line), *out = m.out.floats(2 * STEP * value_row);
-  float *keys = nullptr, *panel = nullptr, *pairs = nullptr, *scale = nullptr, *parts = m.parts.floats(2 * STEP * W);
-  int64_t first, end, distance = 0;
-  cut.of_queries(section, c, first, end);
-  const FeatureSums before = work.kept(c.states, cut.keys + 1, c.causal ? cut.lead + section : cut.keys);
-  if (c.causal) {
-    work.copy(before, work.sums);
-    if (whole != nullptr) work.sum_apart(before);
-    if (work.scaled) std::memcpy(work.top, before.scale, static_cast<size_t>(line) * 4);
-    work.begin_section(first, end);
-    keys = m.keys.floats(2 * STEP * line), panel = m.panel.floats(STEP * line), pairs = m.pairs.floats(STEP * STEP);
-    scale = m.scales.floats(line);
-    std::memset(scale, 0, static_cast<size_t>(line) * 4);
-  } else {
-    work.sums = before;
+  // The sums before section `s` of keys, behind the last those of all; those before queries, or of all where all are read.
+  FeatureSums sums_before(int64_t s) const { return slot_of(c.states, cut.keys + 1, s); }
+  FeatureSums sums_read(int64_t section) const { return sums_before(c.causal ? cut.leading + section : cut.keys); }
+  FeatureSums gradients_after(const FeaturesGradients& d, int64_t t) const { return slot_of(d.states, cut.queries + 1, t); }
+
+  void sum_keys(int64_t s) {
+    float* keys = m.floats(2 * STEP * line);
+    sums = sums_before(s);
+    begin_sums(sums);
+    begin_decays(cut.of_keys(s));
+    in_steps(cut.of_keys(s), MANY, [&](int64_t j, int64_t n) {
+      int64_t distance;
+      keys_of_sums(j, n, keys);
+      const float* v = values(j, n, distance);
+      add_to_sums(keys, nullptr, v, distance, n, sums);
+    });
   }
-  float* denominators = c.denominators + (batch * c.heads + head) * c.length;
-  float* tops = denominators + c.batch * c.heads * c.length;  // of exponentials
-  Ints broken = {};
-  for (int64_t i = first; i < end;) {
-    int64_t n = end - i < at_once ? end - i : at_once;
-    if (c.causal) {
-      n = work.keys_of_step(i + cut.lead_keys, n, keys, scale);
-      if (work.scaled) work.rescale(scale);
+
+  // In place of the sums of each section those before it, and behind the last those of all keys.
+  void scan() {
+    Totals totals(*this);
+    totals.begin();
+    for (int64_t s = 0; s < cut.keys; ++s) {
+      const bool summed = !c.causal || c.last.kv != nullptr || s < cut.keys - 1;
+      if (summed) copy(sums_before(s), sums);
+      totals.write(sums_before(s));
+      begin_decays(cut.of_keys(s));
+      if (summed) totals.add(sums, *this);
     }
-    work.queries(i, n, work.sums.scale, tops, false, queries);
-    // Queries and their outputs stay in the first cache; a panel of the sums has features x PANEL numbers.
-    panel_product(n, c.values, c.features, queries, line, 1, work.sums.kv, line * PANEL, out, value_row, false);
-    for (int64_t r = 0; r < n; ++r) {
-      Vec total = {};
-      for (int64_t e = 0; e < work.columns; e += W) total += load(queries + r * line + e) * load(work.sums.z + e);
-      store(parts + r * W, total);
-    }
+    totals.write(sums_before(cut.keys));
+    totals.finish();
+  }
+
+  // The outputs of a section; whether all are finite. `whole`: takes the section's keys, which no pass before summed.
+  bool read(int64_t section, Totals* whole = nullptr) {
+    float *queries = m.floats(2 * STEP * line), *out = m.floats(2 * STEP * value_row), *parts = m.floats(2 * STEP * W);
+    float *keys = nullptr, *panel = nullptr, *pairs = nullptr, *scale = nullptr;
+    int64_t distance = 0;
+    const Span span = cut.of_queries(section);
     if (c.causal) {
-      work.triangle(queries, line, keys, line, c.features, n, panel, pairs);
+      copy(sums_read(section), sums);
+      if (whole != nullptr) sum_apart();
+      if (scaled) copy_row(top, sums.scale);
+      begin_decays(span);
+      keys = m.floats(2 * STEP * line), panel = m.floats(PANEL * line), pairs = m.floats(STEP * STEP);
+      clear(scale = m.floats(line), line);
+    } else {
+      sums = sums_read(section);
+    }
+    Ints broken = {};
+    for (int64_t i = span.first, n; i < span.end; i += n) {
+      n = std::min(span.end - i, c.causal ? STEP : MANY);
+      if (c.causal) n = keys_of_step(i + cut.leading_keys, n, keys, scale);
+      if (c.causal && scaled) rescale(scale);
+      this->queries(i, n, sums.scale, false, queries);
+      to_values(queries, n, sums.kv, out);  // these stay in the first cache; a panel of the sums has features x PANEL numbers
       for (int64_t r = 0; r < n; ++r) {
-        Vec total = load(parts + r * W);
-        for (int64_t j = 0; j < STEP; j += W) {
-          const Vec seen = columns_up_to(load(pairs + r * STEP + j), r - j);
-          store(pairs + r * STEP + j, seen);
-          total += seen;
-        }
+        Vec total = {};
+        for (int64_t e = 0; e < columns; e += W) total += load(queries + r * line + e) * load(sums.z + e);
         store(parts + r * W, total);
       }
-      const float* v = work.values(i + cut.lead_keys, n, distance);
-      work.add_triangle(pairs, v, distance, c.values, n, out, value_row);
-      if (i + n < end || whole != nullptr) work.add_keys(keys, v, distance, n);
-    }
-    for (int64_t r = 0; r < n; r += W) {  // the sums of the rows of W x W numbers, side by side
-      Vec block[W], denominator = {};
+      if (c.causal) {
+        triangle(queries, line, keys, line, c.features, n, panel, pairs);
+        for (int64_t r = 0; r < n; ++r) {
+          Vec total = load(parts + r * W);
+          for (int64_t j = 0; j < STEP; j += W) {
+            const Vec seen = columns_up_to(load(pairs + r * STEP + j), r - j);
+            store(pairs + r * STEP + j, seen);
+            total += seen;
+          }
+          store(parts + r * W, total);
+        }
+        const float* v = values(i + cut.leading_keys, n, distance);
+        add_triangle(pairs, v, distance, c.values, n, out, value_row);
+        if (i + n < span.end || whole != nullptr)
+          add_to_sums(keys, nullptr, v, distance, n, whole == nullptr ? sums : added);
+        if (whole != nullptr) join_sums();
+      }
+      for (int64_t r = 0; r < n; r += W) {  // the sums of the rows of W x W numbers, side by side
+        Vec block[W], denominator = {};
 #pragma GCC unroll 16
-      for (int j = 0; j < W; ++j) block[j] = load(parts + (r + j) * W);
-      transpose(block);
+        for (int j = 0; j < W; ++j) block[j] = load(parts + (r + j) * W);
+        transpose(block);
 #pragma GCC unroll 16
-      for (int j = 0; j < W; ++j) denominator += block[j];
-      denominator += c.eps;
-      const Vec size = denominator < 0.0f ? -denominator : denominator;
-      denominator = size < INFINITE ? denominator : all(std::numeric_limits<float>::quiet_NaN());
-      denominator = size < LEAST ? all(INFINITE) : denominator;
-      store(parts + r * W, c.normalized ? denominator : all(1.0f));
+        for (int j = 0; j < W; ++j) denominator += block[j];
+        denominator += c.eps;
+        const Vec size = denominator < 0.0f ? -denominator : denominator;
+        denominator = size < INFINITE ? denominator : all(std::numeric_limits<float>::quiet_NaN());
+        denominator = size < LEAST ? all(INFINITE) : denominator;
+        store(parts + r * W, c.normalized ? denominator : all(1.0f));
+      }
+      for (int64_t r = 0; r < n; ++r) {
+        const float denominator = parts[r / W * W * W + r % W];
+        denominators[i + r] = denominator;
+        broken |= write_output(i + r, out + r * value_row, 1.0f / denominator);
+      }
     }
-    for (int64_t r = 0; r < n; ++r) {
-      const float denominator = parts[r / W * W * W + r % W];
-      denominators[i + r] = denominator;
-      broken |= work.write_output(i + r, out + r * value_row, 1.0f / denominator);
+    if (whole != nullptr) {
+      if (scaled) rescale(top);
+      copy_row(added.scale, sums.scale);
+      whole->add(added, *this);
     }
-    i += n;
+    return !any(broken);
   }
-  if (whole != nullptr) {
-    if (work.scaled) work.rescale(work.top);
-    std::memcpy(work.section.scale, work.sums.scale, static_cast<size_t>(line) * 4);
-    whole->add(work.section, work);
-  }
-  return !any(broken);
-}
 
-// The outputs of a head, from its first token to its last: keys are read once.
-inline bool read_head(const FeaturesCall& c, const Sections& cut, int64_t batch, int64_t head) {
-  FeatureScratch& m = feature_scratch();
-  for (int64_t s = 0; s < cut.lead; ++s) sum_section(c, cut, batch, head, s);
+  // Gradients of the sums that a section of queries reads, in the scales before it; where all queries read the same sums,
+  // the queries' own gradients as well.
+  void sum_gradients(const FeaturesGradients& d, int64_t section) {
+    const int64_t most = 2 * STEP, slots = cut.queries + cut.keys;
+    float *queries = m.floats(most * line), *grad = m.floats(most * value_row), *d_denominators = m.floats(most),
+          *d_features = m.floats(most * line), *turned = m.floats(line * value_row);
+    const FeatureSums read = sums_read(section), d_sums = gradients_after(d, section);
+    begin_sums(d_sums);
+    if (!c.causal) turn_panels(read.kv, line, value_row, turned);
+    begin_decays(cut.of_queries(section));
+    in_steps(cut.of_queries(section), most, [&](int64_t i, int64_t n) {
+      this->queries(i, n, read.scale, true, queries);
+      quotients(d, i, n, grad, d_denominators);
+      add_to_sums(queries, d_denominators, grad, value_row, n, d_sums);
+      if (c.causal) return;
+      to_features(grad, value_row, n, turned, read.z, d_denominators, d_features);
+      write_gradients(c.q, i, n, false, queries, d_features, d.dq, rows_of(d.d_query_rows, cut.queries, section),
+                      bias_of(d.d_bias, slots, section));
+    });
+  }
+
+  // In place of the gradients that each section's queries give to the sums before it, those of all later sections to the
+  // sums after it; those of all queries in the first slot.
+  void scan_gradients(const FeaturesGradients& d, bool all_summed) {
+    Totals totals(*this);
+    copy_row(totals.scale, sums_before(cut.keys).scale);
+    if (d.last.kv != nullptr) {
+      totals.read(d.last);
+      for (int64_t f = 0; f < c.features && random; ++f) {
+        double factor;
+        natural(totals.scale[f], factor);
+        totals.multiply(f, factor);
+      }
+    }
+    for (int64_t t = cut.queries - 1; t >= 0; --t) {
+      const bool summed = all_summed || t > 0;
+      if (summed) copy(gradients_after(d, t), sums);
+      if (c.causal) {
+        begin_decays(cut.of_queries(t));
+        for (int64_t f = 0; f < c.features && c.fading > 0; ++f) {
+          totals.scale[f] = static_cast<float>(at_end(f));
+          totals.multiply(f, Totals::factor(totals.scale[f], at_end(f)));
+        }
+        totals.write(gradients_after(d, t + 1));
+        const float* scale = sums_before(cut.leading + t).scale;
+        for (int64_t f = 0; f < c.features && scaled; ++f) totals.multiply(f, Totals::factor(scale[f], totals.scale[f]));
+        copy_row(totals.scale, scale);
+      }
+      for (int64_t f = 0; f < c.features && summed; ++f) totals.combine(sums, f, 1.0, 1.0);
+    }
+    totals.write(gradients_after(d, 0));
+    if (d.first.kv == nullptr) return;
+    const float* scale = sums_before(0).scale;
+    for (int64_t f = 0; f < c.features && random; ++f) {
+      double factor;
+      binary(c.first.log_scale[lane * c.features + f], factor);
+      totals.multiply(f, factor * Totals::factor(scale[f], totals.scale[f]));
+    }
+    totals.write(d.first);
+  }
+
+  // Gradients of a section of keys that all queries see.
+  void leading_gradients(const FeaturesGradients& d, int64_t s) {
+    const int64_t most = 2 * STEP;
+    const FeatureSums d_sums = gradients_after(d, 0);
+    float *keys = m.floats(most * line), *d_features = m.floats(most * line), *d_values = m.floats(most * value_row),
+          *turned = m.floats(line * value_row);
+    turn_panels(d_sums.kv, line, value_row, turned);
+    in_steps(cut.of_keys(s), most, [&](int64_t j, int64_t n) {
+      key_gradients(d, j, n, d_sums.scale, d_sums, turned, keys, d_features, d_values, rows_of(d.d_key_rows, cut.keys, s),
+                    bias_of(d.d_bias, cut.queries + cut.keys, cut.queries + s));
+    });
+  }
+
+  // Gradients of a section of queries and the keys beside them: first to last those of queries, then back those of keys.
+  void section_gradients(const FeaturesGradients& d, int64_t section) {
+    // What both ways read: features, numerators' gradients and pairs' gradients of a section, parts of the second cache.
+    float *queries = m.floats(SECTION * line), *keys = m.floats(SECTION * line), *grad = m.floats(SECTION * value_row),
+          *d_denominators = m.floats(SECTION), *d_pairs = m.floats(SECTION * STEP), *pairs = m.floats(STEP * STEP),
+          *d_features = m.floats(STEP * line), *d_values = m.floats(STEP * value_row), *turned = m.floats(line * value_row),
+          *panel = m.floats(PANEL * std::max(line, value_row)), *scales = m.floats((scaled ? SECTION : 1) * line);
+    const int64_t slots = cut.queries + cut.keys, key_section = cut.leading + section;
+    const FeatureSums read = sums_read(section);
+    const Span span = cut.of_queries(section);
+    clear(scales, line);
+    turn_panels(read.kv, line, value_row, turned);
+    std::memcpy(sums.z, read.z, static_cast<size_t>(2 * line) * 4);  // and scales
+    if (scaled) copy_row(top, read.scale);
+    begin_decays(span);
+    struct Step {
+      int64_t i, n;
+      float *scale, *queries, *keys, *grad, *d_denominators, *d_pairs;
+    };
+    int64_t distance, count = 0;
+    Step steps[SECTION];
+    for (int64_t i = span.first; i < span.end;) {
+      const int64_t at = i - span.first;
+      Step s{i, std::min(span.end - i, STEP), scales + (scaled ? count * line : 0), queries + at * line, keys + at * line,
+             grad + at * value_row, d_denominators + at, d_pairs + at * STEP};
+      s.n = keys_of_step(i + cut.leading_keys, s.n, s.keys, s.scale);
+      if (scaled) rescale_turned(s.scale, turned);
+      this->queries(i, s.n, s.scale, true, s.queries);
+      quotients(d, i, s.n, s.grad, s.d_denominators);
+      to_features(s.grad, value_row, s.n, turned, sums.z, s.d_denominators, d_features);
+      const float* v = values(i + cut.leading_keys, s.n, distance);
+      triangle(s.grad, value_row, v, distance, c.values, s.n, panel, s.d_pairs);
+      for (int64_t r = 0; r < s.n; ++r)
+        for (int64_t j = 0; j < STEP; j += W)
+          store(s.d_pairs + r * STEP + j, columns_up_to(load(s.d_pairs + r * STEP + j) + s.d_denominators[r], r - j));
+      add_triangle(s.d_pairs, s.keys, line, c.features, s.n, d_features, line);
+      write_gradients(c.q, i, s.n, false, s.queries, d_features, d.dq, rows_of(d.d_query_rows, cut.queries, section),
+                      bias_of(d.d_bias, slots, section), d.d_decay, s.scale);
+      i += s.n;
+      steps[count++] = s;
+      if (i == span.end) break;
+      panel_product(c.values, c.features, s.n, v, 1, distance, s.keys, line, PANEL, turned, PANEL, value_row * PANEL, true);
+      add_rows(s.keys, nullptr, s.n, sums.z);
+    }
+    copy(gradients_after(d, section + 1), sums);
+    if (scaled && section == cut.queries - 1 && d.last.kv == nullptr)  // nobody reads the sums after these keys,
+      copy_row(sums.scale, steps[count - 1].scale);                    // nor made them
+    while (count-- > 0) {
+      const Step& s = steps[count];
+      const int64_t first_key = s.i + cut.leading_keys;
+      if (scaled) rescale(s.scale, true);
+      turn_panels(sums.kv, line, value_row, turned);
+      const float* v = values(first_key, s.n, distance);
+      to_features(v, distance, s.n, turned, sums.z, nullptr, d_features);
+      product(s.n, columns, s.n, s.d_pairs, 1, STEP, s.queries, line, d_features, line, true);
+      triangle(s.queries, line, s.keys, line, c.features, s.n, panel, pairs);
+      for (int64_t r = 0; r < s.n; ++r)
+        for (int64_t j = 0; j < STEP; j += W) store(pairs + r * STEP + j, columns_up_to(load(pairs + r * STEP + j), r - j));
+      to_values(s.keys, s.n, sums.kv, d_values);
+      product(s.n, whole(c.values, W), s.n, pairs, 1, STEP, s.grad, value_row, d_values, value_row, true);
+      write_values(d.dv, first_key, s.n, d_values);
+      write_gradients(c.k, first_key, s.n, true, s.keys, d_features, d.dk, rows_of(d.d_key_rows, cut.keys, key_section),
+                      bias_of(d.d_bias, slots, cut.queries + key_section), d.d_decay, s.scale);
+      if (count > 0) add_to_sums(s.queries, s.d_denominators, s.grad, value_row, s.n, sums);
+    }
+  }
+
+  const Sections& cut;
+};
+
+// One head from its first key to its last, each key read once: in causal order the queries' sections sum their own keys.
+inline bool read_head(const FeaturesCall& c, const Sections& cut, int64_t head) {
+  for (int64_t s = 0; s < cut.leading; ++s) SectionWork(c, cut, head, false).sum_keys(s);
   bool finite = true;
-  HeadSums sums(c, cut, batch, head);
-  const FeatureSums part = sums_at(m.parts_of_lead.floats(state_numbers(c.features, c.values)), c.features, c.values);
-  for (int64_t s = 0; s < cut.lead; ++s) {
-    sums.work.copy(sums.work.kept(c.states, cut.keys + 1, s), part);
-    sums.write(s);
-    sums.add(part, sums.work);
+  SectionWork work(c, cut, head, false);
+  Totals totals(work);
+  totals.begin();
+  for (int64_t s = 0; s < cut.leading; ++s) {
+    work.copy(work.sums_before(s), work.sums);
+    totals.write(work.sums_before(s));
+    totals.add(work.sums, work);
   }
+  if (!c.causal) totals.write(work.sums_before(cut.keys));
   for (int64_t s = 0; s < cut.queries; ++s) {
-    if (c.causal) sums.write(cut.lead + s);
-    if (s == 0 && !c.causal) sums.finish();
-    const bool last = s == cut.queries - 1 && c.last.kv == nullptr;
-    finite &= read_section(c, cut, batch, head, s, c.causal && !last ? &sums : nullptr);
+    if (c.causal) totals.write(work.sums_before(cut.leading + s));
+    const bool unread = s == cut.queries - 1 && c.last.kv == nullptr;  // the sums after it
+    finite &= SectionWork(c, cut, head, false).read(s, c.causal && !unread ? &totals : nullptr);
   }
-  if (c.causal) sums.finish();
+  if (c.causal) totals.write(work.sums_before(cut.keys));
+  totals.finish();
   return finite;
-}
-
-// Runs parts of all heads at once. Heads of one place in all sequences follow one another: they share rows, which are
-// packed once.
-template <class Function>
-inline void of_heads(const FeaturesCall& c, const Pool& pool, int64_t parts, Function&& run) {
-  parallel_items(pool, c.batch * c.heads * parts, [&](int64_t item) {
-    const int64_t head = item / parts;
-    run(head % c.batch, head / c.batch, item % parts);
-  });
 }
 
 // Whether one item a head does it all: few tokens, or heads enough for the threads of most machines.
 inline bool one_item_a_head(const FeaturesCall& c, const Sections& cut) {
-  return (cut.lead <= 1 && cut.queries <= 1) || c.batch * c.heads >= 8;
+  return (cut.leading <= 1 && cut.queries <= 1) || c.batch * c.heads >= 8;
 }
 
 inline bool features_forward(const FeaturesCall& c, const Pool& pool) {
   const Sections cut(c);
+  const int64_t heads = c.batch * c.heads, summed = !c.causal || c.last.kv != nullptr ? cut.keys : cut.keys - 1;
   std::atomic<bool> finite{true};
-  const bool whole = one_item_a_head(c, cut);
-  if (!whole) {
-    const int64_t summed = !c.causal || c.last.kv != nullptr ? cut.keys : cut.keys - 1;
-    if (summed > 0)
-      of_heads(c, pool, summed, [&](int64_t batch, int64_t head, int64_t s) { sum_section(c, cut, batch, head, s); });
-    of_heads(c, pool, 1, [&](int64_t batch, int64_t head, int64_t) { scan_sections(c, cut, batch, head); });
+  if (one_item_a_head(c, cut)) {
+    parallel_items(pool, heads, [&](int64_t head) {
+      if (!read_head(c, cut, head)) finite = false;
+    });
+    return finite;
   }
-  of_heads(c, pool, whole ? 1 : cut.queries, [&](int64_t batch, int64_t head, int64_t s) {
-    if (!(whole ? read_head(c, cut, batch, head) : read_section(c, cut, batch, head, s)))
-      finite.store(false, std::memory_order_relaxed);
+  parallel_parts(pool, heads, summed, [&](int64_t head, int64_t s) { SectionWork(c, cut, head, false).sum_keys(s); });
+  parallel_items(pool, heads, [&](int64_t head) { SectionWork(c, cut, head, false).scan(); });
+  parallel_parts(pool, heads, cut.queries, [&](int64_t head, int64_t s) {
+    if (!SectionWork(c, cut, head, false).read(s)) finite = false;
   });
   return finite;
 }
 
-// Gradients of the sums that a section of queries reads, in the scales before it; where all queries read the same sums,
-// the queries' own gradients as well.
-inline void sum_gradients(const FeaturesCall& c, const FeaturesGradients& d, const Sections& cut, int64_t batch, int64_t head,
-                          int64_t section) {
-  FeatureScratch& m = feature_scratch();
-  FeatureWork work(c, batch, head, m, true);
-  const int64_t line = work.line, value_row = work.value_row, most = 2 * STEP;
-  float *queries = m.queries.floats(most * line), *grad = m.grad.floats(most * value_row),
-        *d_denominators = m.d_denominators.floats(most), *d_features = m.d_features.floats(most * line);
-  const FeatureSums before = work.kept(c.states, cut.keys + 1, c.causal ? cut.lead + section : cut.keys);
-  FeatureSums into = work.kept(d.states, cut.queries + 1, section);
-  work.clear(into);
-  float *tops = c.denominators + (c.batch * c.heads + batch * c.heads + head) * c.length, *turned = nullptr;
-  if (!c.causal) {
-    turned = m.turned.floats(line * value_row);
-    turn_panels(before.kv, line, value_row, turned);
-  }
-  int64_t first, end;
-  cut.of_queries(section, c, first, end);
-  work.begin_section(first, end);
-  const int64_t slots = cut.queries + cut.keys;
-  for (int64_t i = first; i < end; i += most) {
-    const int64_t n = end - i < most ? end - i : most;
-    work.queries(i, n, before.scale, tops, true, queries);
-    work.quotients(d, i, n, grad, d_denominators);
-    add_to_panels(c.features, c.values, n, queries, 1, line, grad, value_row, into.kv, line * PANEL);
-    work.add_weighted_rows(queries, d_denominators, n, into.z);
-    if (c.causal) continue;
-    panel_product(n, c.features, c.values, grad, value_row, 1, turned, value_row * PANEL, d_features, line, false);
-    work.add_to_rows(before.z, d_denominators, n, d_features);
-    work.write_gradients(c.q, i, n, false, queries, d_features, d.dq, work.rows_of(d.d_query_rows, cut.queries, section),
-                         work.bias_of(d.d_bias, slots, section));
-  }
-}
-
-// In place of the gradients that each section's queries give to the sums before it, those of all later sections to the
-// sums after it; those of all queries in the first slot.
-inline void scan_gradients(const FeaturesCall& c, const FeaturesGradients& d, const Sections& cut, int64_t batch, int64_t head,
-                           bool all_summed) {
-  FeatureScratch& m = feature_scratch();
-  FeatureWork work(c, batch, head, m, true);
-  Totals totals(work, m.wide);
-  totals.clear();
-  const FeatureSums end = work.kept(c.states, cut.keys + 1, cut.keys);
-  if (d.last.kv != nullptr) {
-    totals.read(d.last);
-    for (int64_t f = 0; f < c.features && work.random; ++f) {
-      double factor;
-      natural(end.scale[f], factor);
-      totals.multiply(f, factor);
-    }
-  }
-  FeatureSums part = sums_at(m.sums.floats(state_numbers(c.features, c.values)), c.features, c.values);
-  const float* scale = end.scale;
-  float* ends = m.totals.floats(2 * work.line);
-  for (int64_t t = cut.queries - 1; t >= 0; --t) {
-    const bool summed = all_summed || t > 0;
-    if (summed) work.copy(work.kept(d.states, cut.queries + 1, t), part);
-    if (c.causal) {
-      int64_t first, last;
-      cut.of_queries(t, c, first, last);
-      work.begin_section(first, last);
-      if (c.fading > 0) scale = ends;
-      for (int64_t f = 0; f < c.features && c.fading > 0; ++f) {
-        ends[f] = static_cast<float>(work.at_end(f));
-        totals.multiply(f, Totals::factor(ends[f], work.at_end(f)));
-      }
-      totals.write(work.kept(d.states, cut.queries + 1, t + 1), scale);
-      const float* earlier = work.kept(c.states, cut.keys + 1, cut.lead + t).scale;
-      for (int64_t f = 0; f < c.features && work.scaled; ++f) totals.multiply(f, Totals::factor(earlier[f], scale[f]));
-      scale = earlier;
-    }
-    for (int64_t f = 0; f < c.features && summed; ++f) {
-      totals.z[f] += part.z[f];
-      totals.combine(part, f, 1.0, 1.0);
-    }
-  }
-  totals.write(work.kept(d.states, cut.queries + 1, 0), scale);
-  if (d.first.kv == nullptr) return;
-  const float* earliest = work.kept(c.states, cut.keys + 1, 0).scale;
-  for (int64_t f = 0; f < c.features && work.random; ++f) {
-    double factor;
-    binary(c.first.log_scale[(batch * c.heads + head) * c.features + f], factor);
-    totals.multiply(f, factor * Totals::factor(earliest[f], scale[f]));
-  }
-  totals.write(d.first);
-}
-
-// Gradients of a section of keys that all queries see.
-inline void lead_gradients(const FeaturesCall& c, const FeaturesGradients& d, const Sections& cut, int64_t batch, int64_t head,
-                           int64_t section) {
-  FeatureScratch& m = feature_scratch();
-  FeatureWork work(c, batch, head, m, true);
-  const int64_t line = work.line, value_row = work.value_row, most = 2 * STEP;
-  const FeatureSums later = work.kept(d.states, cut.queries + 1, 0);
-  float *keys = m.keys.floats(most * line), *d_features = m.d_features.floats(most * line),
-        *d_values = m.d_values.floats(most * value_row), *turned = m.turned.floats(line * value_row);
-  turn_panels(later.kv, line, value_row, turned);
-  int64_t first, end, distance;
-  cut.of_keys(section, c, first, end);
-  const int64_t slots = cut.queries + cut.keys;
-  for (int64_t j = first; j < end; j += most) {
-    const int64_t n = end - j < most ? end - j : most;
-    work.keys_over(j, n, later.scale, keys);
-    const float* v = work.values(j, n, distance);
-    panel_product(n, c.features, c.values, v, distance, 1, turned, value_row * PANEL, d_features, line, false);
-    work.add_to_rows(later.z, nullptr, n, d_features);
-    panel_product(n, c.values, c.features, keys, line, 1, later.kv, line * PANEL, d_values, value_row, false);
-    work.write_values(d.dv, j, n, d_values);
-    work.write_gradients(c.k, j, n, true, keys, d_features, d.dk, work.rows_of(d.d_key_rows, cut.keys, section),
-                         work.bias_of(d.d_bias, slots, cut.queries + section));
-  }
-}
-
-// Gradients of a section of queries and the keys beside them: first to last those of queries, then back those of keys.
-inline void section_gradients(const FeaturesCall& c, const FeaturesGradients& d, const Sections& cut, int64_t batch,
-                              int64_t head, int64_t section) {
-  FeatureScratch& m = feature_scratch();
-  FeatureWork work(c, batch, head, m, true);
-  const int64_t line = work.line, value_row = work.value_row;
-  // What both ways read: features, numerators' gradients and pairs' gradients of a section, parts of the second cache.
-  float *queries = m.queries.floats(SECTION * line), *keys = m.keys.floats(SECTION * line),
-        *grad = m.grad.floats(SECTION * value_row), *d_denominators = m.d_denominators.floats(SECTION),
-        *d_pairs = m.d_pairs.floats(SECTION * STEP), *pairs = m.pairs.floats(STEP * STEP);
-  float *d_features = m.d_features.floats(STEP * line), *d_values = m.d_values.floats(STEP * value_row),
-        *turned = m.turned.floats(line * value_row), *panel = m.panel.floats(PANEL * line),
-        *value_panel = m.value_panel.floats(PANEL * value_row);
-  float* scales = m.scales.floats((work.scaled ? SECTION : 1) * line);
-  std::memset(scales, 0, static_cast<size_t>(line) * 4);
-  const FeatureSums before = work.kept(c.states, cut.keys + 1, cut.lead + section);
-  float* tops = c.denominators + (c.batch * c.heads + batch * c.heads + head) * c.length;
-  turn_panels(before.kv, line, value_row, turned);
-  std::memcpy(work.sums.z, before.z, static_cast<size_t>(2 * line) * 4);  // and scales
-  if (work.scaled) std::memcpy(work.top, before.scale, static_cast<size_t>(line) * 4);
-  int64_t first, end, distance;
-  cut.of_queries(section, c, first, end);
-  work.begin_section(first, end);
-  const int64_t slots = cut.queries + cut.keys, key_section = cut.lead + section;
-  m.steps.clear();
-  for (int64_t i = first; i < end;) {
-    const int64_t at = i - first;
-    float *Q = queries + at * line, *K = keys + at * line, *g = grad + at * value_row, *dP = d_pairs + at * STEP;
-    float* scale = scales + (work.scaled ? static_cast<int64_t>(m.steps.size()) * line : 0);
-    const int64_t n = work.keys_of_step(i + cut.lead_keys, end - i < STEP ? end - i : STEP, K, scale);
-    if (work.scaled) work.rescale_turned(scale, turned);
-    work.queries(i, n, scale, tops, true, Q);
-    work.quotients(d, i, n, g, d_denominators + at);
-    panel_product(n, c.features, c.values, g, value_row, 1, turned, value_row * PANEL, d_features, line, false);
-    const float* v = work.values(i + cut.lead_keys, n, distance);
-    work.triangle(g, value_row, v, distance, c.values, n, value_panel, dP);
-    work.add_to_rows(work.sums.z, d_denominators + at, n, d_features);
-    for (int64_t r = 0; r < n; ++r)
-      for (int64_t j = 0; j < STEP; j += W)
-        store(dP + r * STEP + j, columns_up_to(load(dP + r * STEP + j) + d_denominators[at + r], r - j));
-    work.add_triangle(dP, K, line, c.features, n, d_features, line);
-    work.write_gradients(c.q, i, n, false, Q, d_features, d.dq, work.rows_of(d.d_query_rows, cut.queries, section),
-                         work.bias_of(d.d_bias, slots, section), d.d_decay, scale);
-    if (i + n < end) {
-      add_to_panels(c.values, c.features, n, v, 1, distance, K, line, turned, value_row * PANEL);
-      work.add_rows(K, n, work.sums.z);
-    }
-    m.steps.push_back(i);
-    i += n;
-  }
-  work.copy(work.kept(d.states, cut.queries + 1, section + 1), work.sums);
-  if (work.scaled && section == cut.queries - 1 && d.last.kv == nullptr)  // nobody reads the sums after these keys,
-    std::memcpy(work.sums.scale, scales + (m.steps.size() - 1) * line, static_cast<size_t>(line) * 4);  // nor made them
-  for (int64_t step = static_cast<int64_t>(m.steps.size()) - 1, stop = end; step >= 0; --step) {
-    const int64_t i = m.steps[step], n = stop - i, at = i - first;
-    const float *Q = queries + at * line, *K = keys + at * line, *g = grad + at * value_row, *dP = d_pairs + at * STEP;
-    if (work.scaled) work.rescale(scales + step * line, true);
-    turn_panels(work.sums.kv, line, value_row, turned);
-    const float* v = work.values(i + cut.lead_keys, n, distance);
-    panel_product(n, c.features, c.values, v, distance, 1, turned, value_row * PANEL, d_features, line, false);
-    work.add_to_rows(work.sums.z, nullptr, n, d_features);
-    product(n, whole(c.features, W), n, dP, 1, STEP, Q, line, d_features, line, true);
-    work.triangle(Q, line, K, line, c.features, n, panel, pairs);
-    for (int64_t r = 0; r < n; ++r)
-      for (int64_t j = 0; j < STEP; j += W) store(pairs + r * STEP + j, columns_up_to(load(pairs + r * STEP + j), r - j));
-    panel_product(n, c.values, c.features, K, line, 1, work.sums.kv, line * PANEL, d_values, value_row, false);
-    product(n, whole(c.values, W), n, pairs, 1, STEP, g, value_row, d_values, value_row, true);
-    work.write_values(d.dv, i + cut.lead_keys, n, d_values);
-    work.write_gradients(c.k, i + cut.lead_keys, n, true, K, d_features, d.dk,
-                         work.rows_of(d.d_key_rows, cut.keys, key_section), work.bias_of(d.d_bias, slots, cut.queries + key_section), d.d_decay,
-                         scales + (work.scaled ? step * line : 0));
-    if (i > first) {
-      add_to_panels(c.features, c.values, n, Q, 1, line, g, value_row, work.sums.kv, line * PANEL);
-      work.add_weighted_rows(Q, d_denominators + at, n, work.sums.z);
-    }
-    stop = i;
-  }
-}
-
 inline void features_backward(const FeaturesCall& c, const FeaturesGradients& d, const Pool& pool) {
   const Sections cut(c);
-  const bool all_summed = !c.causal || cut.lead > 0 || d.first.kv != nullptr;
-  const int64_t skipped = all_summed ? 0 : 1, summed = cut.queries - skipped, parts = cut.lead + (c.causal ? cut.queries : 0);
-  const auto sum = [&](int64_t batch, int64_t head, int64_t s) { sum_gradients(c, d, cut, batch, head, s + skipped); };
-  const auto scan = [&](int64_t batch, int64_t head, int64_t) { scan_gradients(c, d, cut, batch, head, all_summed); };
-  const auto keys_of = [&](int64_t batch, int64_t head, int64_t s) {
-    if (s < cut.lead)
-      lead_gradients(c, d, cut, batch, head, s);
-    else
-      section_gradients(c, d, cut, batch, head, s - cut.lead);
-  };
-  if (one_item_a_head(c, cut))
-    return of_heads(c, pool, 1, [&](int64_t batch, int64_t head, int64_t) {
-      for (int64_t s = 0; s < summed; ++s) sum(batch, head, s);
-      scan(batch, head, 0);
-      for (int64_t s = 0; s < parts; ++s) keys_of(batch, head, s);
-    });
-  if (summed > 0) of_heads(c, pool, summed, sum);
-  of_heads(c, pool, 1, scan);
-  of_heads(c, pool, parts, keys_of);
+  const bool all_summed = !c.causal || cut.leading > 0 || d.first.kv != nullptr;
+  const int64_t skipped = all_summed ? 0 : 1, summed = cut.queries - skipped, heads = c.batch * c.heads;
+  in_phases(
+      pool, one_item_a_head(c, cut), heads, summed,
+      [&](int64_t head, int64_t s) { SectionWork(c, cut, head, true).sum_gradients(d, s + skipped); },
+      [&](int64_t head) { SectionWork(c, cut, head, true).scan_gradients(d, all_summed); }, cut.keys,
+      [&](int64_t head, int64_t s) {
+        SectionWork work(c, cut, head, true);
+        if (s < cut.leading) work.leading_gradients(d, s);
+        else work.section_gradients(d, s - cut.leading);
+      });
 }
 
 }  // namespace FAST_ATTENTION_NAMESPACE

@@ -15,71 +15,45 @@ namespace FAST_ATTENTION_NAMESPACE {
 
 constexpr int64_t AT_ONCE = 2 * STEP;  // queries or keys of a product
 
-struct HybridScratch {
-  Buffer states, d_states, before, after, factors, terms, parts, row, token, numerators, end_keys, end_values, near_ends, gradients, weighted, inner,
-      inverse;
-};
-
-inline HybridScratch& hybrid_scratch() {
-  static thread_local HybridScratch memory;
-  return memory;
-}
-
 // One head of a call.
 class HybridWork {
  public:
   HybridWork(const HybridCall& call, int64_t head, bool backward)
-      : c(call), f(call.far), m(hybrid_scratch()),
-        w(call.far, head % call.far.batch, head / call.far.batch, feature_scratch(), backward), width_row(whole(f.width, W)),
-        value_row(whole(f.values, 32)), size(state_numbers(f.features, f.values)),
-        log_count(std::log2(static_cast<float>(f.features))) {
-    row = m.row.floats(value_row);
-    token = m.token.floats(width_row);
-    end_keys = m.end_keys.floats(c.end_count * width_row);
-    end_values = m.end_values.floats(c.end_count * value_row);
-    near_ends = m.near_ends.ints(c.end_count);
+      : c(call), f(call.far), w(call.far, head, backward), width_row(whole(f.width, W)), value_row(w.value_row),
+        size(state_numbers(f.features, f.values)), log_count(std::log2(static_cast<float>(f.features))) {
+    row = w.m.floats(value_row), token = w.m.floats(width_row), factors = w.m.floats(2 * w.line);
+    end_keys = w.m.floats(c.end_count * width_row), end_values = w.m.floats(c.end_count * value_row);
+    near_ends = w.m.ints(c.end_count);
     ends = c.ends + w.b * c.ends_batch + w.h * c.ends_head;
-    weights = f.denominators + (w.b * f.heads + w.h) * f.length;
-    tops = weights + f.batch * f.heads * f.length;  // of exponentials
-    sums = c.near.sums + (w.b * f.heads + w.h) * f.length * 2;
+    sums = c.near.sums + w.lane * f.length * 2;
   }
 
   // The head's sums of blocks, in memory of the call or of the thread.
-  float* states(float* of_call, Buffer& of_thread, const Outside& cut) const {
+  float* states(float* of_call, const Outside& cut) const {
+    static thread_local Buffer of_thread;
     const int64_t numbers = cut.slots() * size;
-    return of_call == nullptr ? of_thread.floats(numbers) : of_call + (w.b * f.heads + w.h) * numbers;
+    return of_call == nullptr ? static_cast<float*>(of_thread.bytes(numbers * 4)) : of_call + w.lane * numbers;
   }
   FeatureSums block(float* states, int64_t n) const { return sums_at(states + n * size, f.features, f.values); }
+  FeatureSums more_sums(int64_t count = 1) { return block(w.m.floats(count * size), 0); }
 
   // The queries, and the keys, of a block.
-  void queries_of(int64_t t, int64_t& first, int64_t& end) const {
-    first = (c.first_block() + t) * c.block - c.behind(), end = first + c.block;
-    first = first > 0 ? first : 0, end = end < f.length ? end : f.length;
+  Span queries_of(int64_t t) const {
+    const int64_t first = (c.first_block() + t) * c.block - c.behind();
+    return {std::max<int64_t>(first, 0), std::min(first + c.block, f.length)};
   }
-  void keys_of(int64_t n, int64_t& first, int64_t& end) const {
-    first = n * c.block, end = first + c.block < f.keys ? first + c.block : f.keys;
-  }
+  Span keys_of(int64_t n) const { return span_of({0, f.keys}, c.block, n); }
 
   // Begins sums that products of rows are written to, then added to; columns behind the last feature are zeros.
   void begin(const FeatureSums& x) const {
     for (int64_t e = 0; e < w.line; ++e) x.z[e] = 0.0f, x.scale[e] = w.exponential ? LOWEST : 0.0f;
     for (int64_t p = 0; p < value_row; p += PANEL)
-      std::memset(x.kv + (p / PANEL * w.line + f.features) * PANEL, 0, static_cast<size_t>((w.columns - f.features) * PANEL) * 4);
-  }
-
-  // Panels of sums = or += rows^T values
-  void multiply(const float* rows, const float* values, int64_t distance, int64_t n, const FeatureSums& x, bool add) const {
-    float* to = x.kv;
-    for (int64_t j = 0; j < f.values; j += PANEL, to += w.line * PANEL)
-      if (f.values - j > W)
-        column_panel<2>(f.features, n, rows, 1, w.line, values + j, distance, to, PANEL, add);
-      else
-        column_panel<1>(f.features, n, rows, 1, w.line, values + j, distance, to, PANEL, add);
+      clear(x.kv + (p / PANEL * w.line + f.features) * PANEL, (w.columns - f.features) * PANEL);
   }
 
   // to = a + b over the larger scales; `to` may be a.
   void add(const FeatureSums& a, const FeatureSums& b, const FeatureSums& to) const {
-    float *ours = m.factors.floats(2 * w.line), *theirs = ours + w.line;
+    float *ours = factors, *theirs = ours + w.line;
     for (int64_t e = 0; e < w.columns; e += W) {
       const Vec x = load(a.scale + e), y = load(b.scale + e), top = larger(x, y);
       store(ours + e, exp2(x - top)), store(theirs + e, exp2(y - top));
@@ -96,29 +70,28 @@ class HybridWork {
 
   void sum_block(const Outside& cut, int64_t n) {
     if (!cut.reads(n)) return;
-    w.sums = block(states(f.states, m.states, cut), n);
+    w.sums = block(states(f.states, cut), n);
     begin(w.sums);
-    float* keys = w.m.keys.floats(AT_ONCE * w.line);
-    int64_t first, end, distance;
-    keys_of(n, first, end);
-    for (int64_t j = first; j < end; j += AT_ONCE) {
-      const int64_t number = end - j < AT_ONCE ? end - j : AT_ONCE;
+    float* keys = w.m.floats(AT_ONCE * w.line);
+    const Span span = keys_of(n);
+    in_steps(span, AT_ONCE, [&](int64_t j, int64_t number) {
+      int64_t distance;
       w.keys_of_sums(j, number, keys);
       const float* values = w.values(j, number, distance);
-      multiply(keys, values, distance, number, w.sums, j > first);
-      w.add_rows(keys, number, w.sums.z);
-    }
+      w.add_to_sums(keys, nullptr, values, distance, number, w.sums, j > span.first);
+    });
   }
 
   // What lies outside of every section.
-  void scan(const Outside& cut, float* sums) const {
-    FeatureSums running = sums_at(m.before.floats(size), f.features, f.values);
-    w.clear(running);
+  void scan(const Outside& cut, float* of_call) {
+    float* sums = states(of_call, cut);
+    FeatureSums running = more_sums();
+    w.begin_sums(running);
     for (int64_t s = 0, n = 0; s < cut.sections(); ++s) {
       for (; n < cut.low(s * cut.together); ++n) add(running, block(sums, n), running);
       w.copy(running, block(sums, cut.summed + 2 * s));
     }
-    w.clear(running);
+    w.begin_sums(running);
     for (int64_t s = cut.sections() - 1, n = cut.summed; s >= 0; --s) {
       while (n > cut.high(cut.end(s) - 1)) add(running, block(sums, --n), running);
       w.copy(running, block(sums, cut.summed + 2 * s + 1));
@@ -127,11 +100,11 @@ class HybridWork {
 
   // Calls a function with every reader of a section and the sums that it reads.
   template <class Function>
-  void read(const Outside& cut, float* sums, int64_t section, Function&& function) {
+  void read(const Outside& cut, float* of_call, int64_t section, Function&& function) {
+    float* sums = states(of_call, cut);
     const int64_t first = section * cut.together, end = cut.end(section), border = cut.summed + 2 * section;
-    const FeatureSums before = sums_at(m.before.floats(size), f.features, f.values);
-    float* memory = m.after.floats(cut.together * size);
-    const auto after = [&](int64_t t) { return sums_at(memory + (t - first) * size, f.features, f.values); };
+    const FeatureSums before = more_sums(), first_after = more_sums(cut.together);
+    const auto after = [&](int64_t t) { return block(first_after.kv, t - first); };
     const bool has_after = cut.high(first) < cut.summed;
     if (has_after) {
       w.copy(block(sums, border + 1), after(end - 1));
@@ -177,16 +150,17 @@ class HybridWork {
   // Joins near keys, far ones and sink tokens; whether all outputs are finite.
   bool merge(int64_t first, int64_t n, const FeatureSums& x) {
     const int64_t kinds = 2 + c.end_count;
-    float *queries = w.m.queries.floats(AT_ONCE * w.line), *numerators = m.numerators.floats(AT_ONCE * value_row);
-    float *terms = m.terms.floats(kinds * AT_ONCE), *parts = m.parts.floats(2 * AT_ONCE), *far = terms + AT_ONCE;
-    w.queries(first, n, x.scale, tops, false, queries);
-    panel_product(n, f.values, f.features, queries, w.line, 1, x.kv, w.line * PANEL, numerators, value_row, false);
+    Frame m;
+    float *queries = m.floats(AT_ONCE * w.line), *numerators = m.floats(AT_ONCE * value_row),
+          *terms = m.floats(kinds * AT_ONCE), *parts = m.floats(2 * AT_ONCE), *far = terms + AT_ONCE;
+    w.queries(first, n, x.scale, false, queries);
+    w.to_values(queries, n, x.kv, numerators);
     for (int64_t r = 0; r < n; ++r) {
       const float total = sums[2 * (first + r) + 1], denominator = product_of_rows(queries + r * w.line, x.z, w.columns);
       const bool negligible = denominator < LEAST;  // rounded, that of a kernel that is never negative may even be
       terms[r] = total > 0.0f ? sums[2 * (first + r)] : NOTHING;
       parts[r] = total;
-      far[r] = negligible ? NOTHING : w.exponential ? tops[first + r] - log_count : 0.0f;
+      far[r] = negligible ? NOTHING : w.exponential ? w.tops[first + r] - log_count : 0.0f;
       parts[AT_ONCE + r] = negligible ? 0.0f : denominator;
       if (c.end_count > 0) read_token(first + r);
       for (int64_t s = 0; s < c.end_count; ++s) terms[(2 + s) * AT_ONCE + r] = score(first + r, s);
@@ -213,7 +187,7 @@ class HybridWork {
       float* line = static_cast<float*>(c.near.out.data) + w.at(c.near.out, first + r);
       const bool direct = f.values % W == 0;
       if (!direct) read_row(c.near.out, w.at(c.near.out, first + r), f.values, value_row, 1.0f, line = row);
-      weights[first + r] = far[r];
+      w.denominators[first + r] = far[r];
       for (int64_t e = 0; e < f.values; e += W) {
         Vec number = load(line + e) * terms[r] + load(numerators + r * value_row + e) * far[r];
         for (int64_t s = 0; s < c.end_count; ++s)
@@ -229,55 +203,47 @@ class HybridWork {
   bool read_section(const Outside& cut, int64_t section) {
     bool finite = true;
     read_ends();
-    read(cut, states(f.states, m.states, cut), section, [&](int64_t t, const FeatureSums& x) {
-      int64_t first, end;
-      queries_of(t, first, end);
+    read(cut, f.states, section, [&](int64_t t, const FeatureSums& x) {
       find_near_ends(t);
-      for (int64_t i = first; i < end; i += AT_ONCE) finite = merge(i, end - i < AT_ONCE ? end - i : AT_ONCE, x) && finite;
+      in_steps(queries_of(t), AT_ONCE, [&](int64_t i, int64_t n) { finite = merge(i, n, x) && finite; });
     });
     return finite;
   }
 
   // Gradients of a section of queries, of the sums that they read, and of sink tokens.
   void query_gradients(const HybridGradients& d, const Outside& cut, const Outside& back, int64_t section) {
-    float *queries = w.m.queries.floats(AT_ONCE * w.line), *d_features = w.m.d_features.floats(AT_ONCE * w.line),
-          *turned = w.m.turned.floats(w.line * value_row), *gradients = m.gradients.floats(AT_ONCE * value_row),
-          *weighted = m.weighted.floats(AT_ONCE * value_row), *inner = m.inner.floats(2 * AT_ONCE);
+    float *queries = w.m.floats(AT_ONCE * w.line), *d_features = w.m.floats(AT_ONCE * w.line),
+          *turned = w.m.floats(w.line * value_row), *gradients = w.m.floats(AT_ONCE * value_row),
+          *weighted = w.m.floats(AT_ONCE * value_row), *inner = w.m.floats(AT_ONCE), *d_denominators = w.m.floats(AT_ONCE);
     const int64_t end_row = d.near.dk_row + d.near.dv_row, slots = cut.sections() + back.sections();
-    float* d_ends = d.ends + ((w.b * f.heads + w.h) * cut.sections() + section) * c.end_count * end_row;
-    if (c.end_count > 0) std::memset(d_ends, 0, static_cast<size_t>(c.end_count * end_row) * 4);
-    float* d_bias = w.bias_of(d.far.d_bias, slots, section);
+    float* d_ends = d.ends + (w.lane * cut.sections() + section) * c.end_count * end_row;
+    if (c.end_count > 0) clear(d_ends, c.end_count * end_row);
     read_ends();
-    read(cut, states(f.states, m.states, cut), section, [&](int64_t t, const FeatureSums& x) {
-      const FeatureSums into = block(states(d.far.states, m.d_states, back), t);
-      begin(into);
-      for (int64_t e = 0; w.exponential && e < w.line; ++e) into.scale[e] = x.scale[e] > LOWEST ? -x.scale[e] : LOWEST;
+    read(cut, f.states, section, [&](int64_t t, const FeatureSums& x) {
+      const FeatureSums d_sums = block(states(d.far.states, back), t);
+      const Span span = queries_of(t);
+      begin(d_sums);
+      for (int64_t e = 0; w.exponential && e < w.line; ++e) d_sums.scale[e] = x.scale[e] > LOWEST ? -x.scale[e] : LOWEST;
       turn_panels(x.kv, w.line, value_row, turned);
-      int64_t first, end;
-      queries_of(t, first, end);
       find_near_ends(t);
-      for (int64_t i = first; i < end; i += AT_ONCE) {
-        const int64_t n = end - i < AT_ONCE ? end - i : AT_ONCE;
+      in_steps(span, AT_ONCE, [&](int64_t i, int64_t n) {
         for (int64_t r = 0; r < n; ++r) {
-          float *grad = gradients + r * value_row, weight = weights[i + r];
+          float *grad = gradients + r * value_row, weight = w.denominators[i + r];
           read_row(d.near.grad_out, w.at(d.near.grad_out, i + r), f.values, value_row, 1.0f, grad);
           read_row(c.near.out, w.at(c.near.out, i + r), f.values, value_row, 1.0f, row);
           inner[r] = product_of_rows(grad, row, value_row);
-          inner[AT_ONCE + r] = weight == 0.0f ? 0.0f : -weight * inner[r];
+          d_denominators[r] = weight == 0.0f ? 0.0f : -weight * inner[r];
           for (int64_t e = 0; e < value_row; e += W)
             store(weighted + r * value_row + e, weight == 0.0f ? Vec{} : load(grad + e) * weight);
         }
-        w.queries(i, n, x.scale, tops, true, queries);
-        if (back.reads(t)) {
-          multiply(queries, weighted, value_row, n, into, i > first);
-          w.add_weighted_rows(queries, inner + AT_ONCE, n, into.z);
-        }
-        panel_product(n, f.features, f.values, weighted, value_row, 1, turned, value_row * PANEL, d_features, w.line, false);
-        w.add_to_rows(x.z, inner + AT_ONCE, n, d_features);
+        w.queries(i, n, x.scale, true, queries);
+        if (back.reads(t))
+          w.add_to_sums(queries, d_denominators, weighted, value_row, n, d_sums, i > span.first);
+        w.to_features(weighted, value_row, n, turned, x.z, d_denominators, d_features);
         w.write_gradients(f.q, i, n, false, queries, d_features, d.far.dq, w.rows_of(d.far.d_query_rows, cut.sections(), section),
-                          d_bias);
+                          w.bias_of(d.far.d_bias, slots, section));
         for (int64_t r = 0; r < n; ++r) end_gradients(d, i + r, gradients + r * value_row, inner[r], d_ends);
-      }
+      });
     });
   }
 
@@ -300,32 +266,23 @@ class HybridWork {
 
   // Gradients of a section of keys, far ones and sink tokens.
   void key_gradients(const HybridGradients& d, const Outside& cut, const Outside& back, int64_t section) {
-    float *keys = w.m.keys.floats(AT_ONCE * w.line), *d_features = w.m.d_features.floats(AT_ONCE * w.line),
-          *d_values = w.m.d_values.floats(AT_ONCE * value_row), *turned = w.m.turned.floats(w.line * value_row),
-          *inverse = m.inverse.floats(w.line);
+    float *keys = w.m.floats(AT_ONCE * w.line), *d_features = w.m.floats(AT_ONCE * w.line),
+          *d_values = w.m.floats(AT_ONCE * value_row), *turned = w.m.floats(w.line * value_row), *inverse = w.m.floats(w.line);
     const int64_t slots = cut.sections() + back.sections(), end_row = d.near.dk_row + d.near.dv_row;
-    float* d_bias = w.bias_of(d.far.d_bias, slots, cut.sections() + section);
-    read(back, states(d.far.states, m.d_states, back), section, [&](int64_t t, const FeatureSums& x) {
-      int64_t first, end, distance;
-      keys_of(t, first, end);
+    read(back, d.far.states, section, [&](int64_t t, const FeatureSums& x) {
+      const Span span = keys_of(t);
       turn_panels(x.kv, w.line, value_row, turned);
       for (int64_t e = 0; e < w.line; ++e) inverse[e] = -x.scale[e];
-      for (int64_t j = first; j < end; j += AT_ONCE) {
-        const int64_t n = end - j < AT_ONCE ? end - j : AT_ONCE;
-        w.keys_over(j, n, inverse, keys);
-        const float* values = w.values(j, n, distance);
-        panel_product(n, f.features, f.values, values, distance, 1, turned, value_row * PANEL, d_features, w.line, false);
-        w.add_to_rows(x.z, nullptr, n, d_features);
-        panel_product(n, f.values, f.features, keys, w.line, 1, x.kv, w.line * PANEL, d_values, value_row, false);
-        w.write_values(d.far.dv, j, n, d_values);
-        w.write_gradients(f.k, j, n, true, keys, d_features, d.far.dk, w.rows_of(d.far.d_key_rows, back.sections(), section),
-                          d_bias);
-      }
+      in_steps(span, AT_ONCE, [&](int64_t j, int64_t n) {
+        w.key_gradients(d.far, j, n, inverse, x, turned, keys, d_features, d_values,
+                        w.rows_of(d.far.d_key_rows, back.sections(), section),
+                        w.bias_of(d.far.d_bias, slots, cut.sections() + section));
+      });
       for (int64_t s = 0; s < c.end_count; ++s) {
-        if (ends[s] < first || ends[s] >= end) continue;
+        if (ends[s] < span.first || ends[s] >= span.end) continue;
         float *dk = static_cast<float*>(d.far.dk.data) + w.at(d.far.dk, ends[s]),
               *dv = static_cast<float*>(d.far.dv.data) + w.at(d.far.dv, ends[s]);
-        const float* of_queries = d.ends + ((w.b * f.heads + w.h) * cut.sections() * c.end_count + s) * end_row;
+        const float* of_queries = d.ends + (w.lane * cut.sections() * c.end_count + s) * end_row;
         for (int64_t q = 0; q < cut.sections(); ++q, of_queries += c.end_count * end_row) {
           for (int64_t e = 0; e < f.width; ++e) dk[e] += of_queries[e];
           for (int64_t e = 0; e < f.values; ++e) dv[e] += of_queries[d.near.dk_row + e];
@@ -336,31 +293,13 @@ class HybridWork {
 
   const HybridCall& c;
   const FeaturesCall& f;
-  HybridScratch& m;
   FeatureWork w;
   const int64_t width_row, value_row, size;
   const float log_count;
-  float *row, *token, *end_keys, *end_values, *weights, *tops, *sums;
+  float *row, *token, *factors, *end_keys, *end_values, *sums;
   int32_t* near_ends;
   const int64_t* ends;
 };
-
-// For every head some items, then one, then some more. With many heads, or sums in memory of threads, one thread does all
-// of a head, whose sums stay in its cache; every number is computed in the same order either way.
-template <class First, class Second, class Third>
-inline void in_phases(const Pool& pool, bool by_head, int64_t heads, int64_t first, First&& a, Second&& b, int64_t last, Third&& z) {
-  if (by_head || heads >= 2 * pool.threads) {
-    parallel_items(pool, heads, [&](int64_t head) {
-      for (int64_t i = 0; i < first; ++i) a(head, i);
-      b(head);
-      for (int64_t i = 0; i < last; ++i) z(head, i);
-    });
-    return;
-  }
-  parallel_items(pool, heads * first, [&](int64_t item) { a(item / first, item % first); });
-  parallel_items(pool, heads, [&](int64_t head) { b(head); });
-  parallel_items(pool, heads * last, [&](int64_t item) { z(item / last, item % last); });
-}
 
 inline bool hybrid_forward(const HybridCall& c, const Pool& pool) {
   tiles_forward(c.near, pool);
@@ -369,13 +308,9 @@ inline bool hybrid_forward(const HybridCall& c, const Pool& pool) {
   in_phases(
       pool, c.far.states == nullptr, c.far.batch * c.far.heads, cut.summed,
       [&](int64_t head, int64_t n) { HybridWork(c, head, false).sum_block(cut, n); },
-      [&](int64_t head) {
-        HybridWork work(c, head, false);
-        work.scan(cut, work.states(c.far.states, work.m.states, cut));
-      },
-      cut.sections(),
+      [&](int64_t head) { HybridWork(c, head, false).scan(cut, c.far.states); }, cut.sections(),
       [&](int64_t head, int64_t section) {
-        if (!HybridWork(c, head, false).read_section(cut, section)) finite.store(false, std::memory_order_relaxed);
+        if (!HybridWork(c, head, false).read_section(cut, section)) finite = false;
       });
   return finite;
 }
@@ -385,11 +320,7 @@ inline void hybrid_backward(const HybridCall& c, const HybridGradients& d, const
   in_phases(
       pool, d.far.states == nullptr, c.far.batch * c.far.heads, cut.sections(),
       [&](int64_t head, int64_t section) { HybridWork(c, head, true).query_gradients(d, cut, back, section); },
-      [&](int64_t head) {
-        HybridWork work(c, head, true);
-        work.scan(back, work.states(d.far.states, work.m.d_states, back));
-      },
-      back.sections(),
+      [&](int64_t head) { HybridWork(c, head, true).scan(back, d.far.states); }, back.sections(),
       [&](int64_t head, int64_t section) { HybridWork(c, head, true).key_gradients(d, cut, back, section); });
   tiles_backward(c.near, d.near, pool);
 }

@@ -1,6 +1,7 @@
 // Products of small matrices: C (M, N) = A (M, K) B (K, N), or added to C. A is read number by number with any strides,
 // B and C in rows of whole vectors.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <type_traits>
 #include <utility>
@@ -61,12 +62,22 @@ inline void column_panel(int64_t M, int64_t K, const float* A, int64_t row, int6
   kernels_of(std::integral_constant<int, 1>());
 }
 
-// N is a multiple of W.
+// The same with B and C in panels of columns that are b_panel and c_panel numbers apart. It is compiled once: a call costs
+// nothing beside what it does.
+__attribute__((noinline)) inline void panel_product(int64_t M, int64_t N, int64_t K, const float* A, int64_t row,
+                                                    int64_t column, const float* B, int64_t ldb, int64_t b_panel, float* C,
+                                                    int64_t ldc, int64_t c_panel, bool add) {
+  for (; N > 0; N -= PANEL, B += b_panel, C += c_panel)
+    if (N > W)
+      column_panel<2>(M, K, A, row, column, B, ldb, C, ldc, add);
+    else
+      column_panel<1>(M, K, A, row, column, B, ldb, C, ldc, add);
+}
+
+// C (M, N) = or += A B, all in rows; of the last vector of columns all numbers are there.
 inline void product(int64_t M, int64_t N, int64_t K, const float* A, int64_t row, int64_t column, const float* B,
                     int64_t ldb, float* C, int64_t ldc, bool add) {
-  int64_t j = 0;
-  for (; j + PANEL <= N; j += PANEL) column_panel<2>(M, K, A, row, column, B + j, ldb, C + j, ldc, add);
-  if (j < N) column_panel<1>(M, K, A, row, column, B + j, ldb, C + j, ldc, add);
+  panel_product(M, N, K, A, row, column, B, ldb, PANEL, C, ldc, PANEL, add);
 }
 
 // The step of size S of a transposition: rows i and i + S exchange their off-diagonal blocks. The orders are constants of
@@ -128,20 +139,56 @@ inline void pack_panel(const Tokens& x, int64_t offset, int64_t number, int64_t 
 
 // Threads take items by a counter: which thread has which never changes a bit of the results.
 template <class Function>
-inline void parallel_items(const Pool& pool, int64_t items, Function&& function) {
+inline void parallel_items(const Pool& pool, int64_t items, const Function& function) {
   struct Shared {
     std::atomic<int64_t> next;
     int64_t items;
-    Function* function;
+    const Function* function;
   } shared{{0}, items, &function};
-  const int64_t threads = pool.threads < items ? pool.threads : items;
   pool.run(
-      threads,
+      std::min(pool.threads, items),
       [](void* context, int64_t) {
         Shared& s = *static_cast<Shared*>(context);
         for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.items;) (*s.function)(i);
       },
       &shared);
+}
+
+// Calls function(head, part) for some parts of every head.
+template <class Function>
+inline void parallel_parts(const Pool& pool, int64_t heads, int64_t parts, const Function& function) {
+  parallel_items(pool, heads * parts, [&](int64_t item) { function(item / parts, item % parts); });
+}
+
+// For every head some parts, then one, then some more. By head one thread does all of a head, as it does where there are
+// many; every number is computed in the same order either way.
+template <class First, class Second, class Third>
+inline void in_phases(const Pool& pool, bool by_head, int64_t heads, int64_t first, const First& a, const Second& b,
+                      int64_t last, const Third& z) {
+  if (by_head || heads >= 2 * pool.threads)
+    return parallel_items(pool, heads, [&](int64_t head) {
+      for (int64_t i = 0; i < first; ++i) a(head, i);
+      b(head);
+      for (int64_t i = 0; i < last; ++i) z(head, i);
+    });
+  parallel_parts(pool, heads, first, a);
+  parallel_items(pool, heads, b);
+  parallel_parts(pool, heads, last, z);
+}
+
+struct Span {
+  int64_t first, end;
+};
+
+// Span number n of those of `size` that [first, end) is cut into.
+inline Span span_of(Span all, int64_t size, int64_t n) {
+  return {all.first + n * size, std::min(all.first + (n + 1) * size, all.end)};
+}
+
+// Calls function(first, n) for at most `most` of a span at a time.
+template <class Function>
+inline void in_steps(Span span, int64_t most, Function&& function) {
+  for (int64_t i = span.first; i < span.end; i += most) function(i, std::min(span.end - i, most));
 }
 
 }  // namespace FAST_ATTENTION_NAMESPACE

@@ -30,24 +30,10 @@ struct Run {
   int32_t range, range_end;
 };
 
-struct Rows {
-  int64_t low, high;  // keys that some query of a group sees, hull of the ranges of its rows
+// Keys that some query of a group sees: the hull of the ranges of its rows. An empty one is [high, low) of its run.
+struct Hull {
+  int64_t low, high;
 };
-
-struct Scratch {
-  Buffer q, out, top, total, panels, value_panels, values, keys, scores, gradients, slopes, row, d_numbers,
-      vectors, products, vector_panel, d_products, d_vectors, key_bias, flags, grad, dq, inner, places, ends, tile_q,
-      tile_grad, tile_sums, tile_parts, queries, weights, value_pairs;
-  std::vector<Run> runs;
-  std::vector<Rows> groups;
-  std::vector<Tile> tiles;
-  std::vector<Range> ranges;
-};
-
-inline Scratch& scratch() {
-  static thread_local Scratch memory;
-  return memory;
-}
 
 // One item of work: queries [row, row_end) of one head, which are consecutive tiles, or choose theirs.
 struct Item {
@@ -64,45 +50,55 @@ inline void add_keys(const Tile& tile, const Range* ranges, int64_t& low, int64_
   }
 }
 
+// Lists that items of one thread find, whose memory is kept.
+struct Lists {
+  std::vector<Run> runs;
+  std::vector<Hull> hulls;
+  std::vector<Tile> tiles;
+  std::vector<Range> ranges;
+};
+
+inline Lists& lists() {
+  static thread_local Lists memory;
+  return memory;
+}
+
 class TileWork {
  public:
-  TileWork(const TilesCall& call, const Item& item, Scratch& memory)
-      : c(call), it(item), m(memory), chunk(chunk_keys(call.width)), row0(item.row), rows(item.row_end - item.row),
-        group(item.head / (call.heads / call.groups)), width_row(whole(call.width, W)),
-        value_row(whole(call.values, W)), ranges(call.ranges) {
+  TileWork(const TilesCall& call, const Item& item, bool backward)
+      : c(call), it(item), runs(lists().runs), hulls(lists().hulls), chunk(chunk_keys(call.width)), row0(item.row),
+        rows(item.row_end - item.row), group(item.head / (call.heads / call.groups)), width_row(whole(call.width, W)),
+        value_row(whole(call.values, W)), score_row(chunk + PANEL), offset_row(chunk + MOST_ROWS + PANEL),
+        ranges(call.ranges), sums(call.sums + ((item.batch * call.heads + item.head) * call.length + item.row) * 2) {
     if (c.block > 0) gather_tiles();
     low = call.keys, high = 0;
     for (int64_t t = 0; t < it.count; ++t) add_keys(it.tiles[t], ranges, low, high);
-    high = high < c.keys ? high : c.keys;
+    high = std::min(high, c.keys);
     tiles_end = places == nullptr ? it.count : 0;
-    score_row = chunk + PANEL;
-    q = m.q.floats(rows * width_row);
+    q = m.floats(rows * width_row);
     for (int64_t i = 0; i < rows; ++i)
       read_row(c.q, query(c.q, row0 + i), c.width, width_row, c.scale * LOG2E, q + i * width_row);
-    panels = m.panels.floats(chunk * whole(c.width, TERMS));
-    scores = m.scores.floats(MOST_ROWS * score_row);
-    row = m.row.floats(whole(c.width > c.values ? c.width : c.values, W));
-    flags = static_cast<uint8_t*>(m.flags.bytes(2 * (chunk / PANEL)));
-    find_parts();
-    if (!whole_vectors(c.v, c.values) && !bf16) copied_values = m.values.floats(chunk * value_row);
-    if (c.key_mask != nullptr) key_bias = m.key_bias.floats(chunk);
-    offset_row = chunk + MOST_ROWS + PANEL;
-    if (c.vectors != nullptr) {
-      vectors = m.vectors.floats(offset_row * width_row);
-      products = m.products.floats(MOST_ROWS * offset_row);
-      vector_panel = m.vector_panel.floats(PANEL * c.width);
-    }
+    key_panels = m.floats(chunk * whole(c.width, TERMS)), value_panels = m.floats(backward ? chunk * c.values : 0);
+    scores = m.floats(MOST_ROWS * score_row), row = m.floats(std::max(width_row, value_row));
+    flags = static_cast<uint8_t*>(m.bytes(2 * (chunk / PANEL)));
+    begin_bf16();
+    copied_values = m.floats(whole_vectors(c.v, c.values) || bf16 ? 0 : chunk * value_row);
+    copied_keys = m.floats(whole_vectors(c.k, c.width) || !backward ? 0 : chunk * width_row);
+    if (c.key_mask != nullptr) key_bias = m.floats(chunk);
+    if (c.vectors == nullptr) return;
+    vectors = m.floats(offset_row * width_row), products = m.floats(MOST_ROWS * offset_row);
+    vector_panel = m.floats(PANEL * c.width);
   }
 
-  // Whether products are of bfloat16.
-  void find_parts() {
+  // Whether products are of bfloat16, and their memory.
+  void begin_bf16() {
 #ifdef FAST_ATTENTION_AMX
     bf16 = c.q.kind == BFLOAT16 && c.k.kind == BFLOAT16 && c.v.kind == BFLOAT16 && has_tile_registers();
     if (!bf16) return;
     part_row = whole(c.width, TERMS);
-    queries = static_cast<uint16_t*>(m.queries.bytes(rows * part_row * 2));
-    weights = static_cast<uint16_t*>(m.weights.bytes(2 * ROWS * chunk * 2));
-    value_pairs = static_cast<uint16_t*>(m.value_pairs.bytes(chunk * value_row * 2));
+    queries = static_cast<uint16_t*>(m.bytes(rows * part_row * 2));
+    weights = static_cast<uint16_t*>(m.bytes(2 * ROWS * chunk * 2));
+    value_pairs = static_cast<uint16_t*>(m.bytes(chunk * value_row * 2));
     std::memset(queries, 0, static_cast<size_t>(rows * part_row) * 2);
     for (int64_t i = 0; i < rows; ++i)
       std::memcpy(queries + i * part_row, static_cast<const uint16_t*>(c.q.data) + query(c.q, row0 + i),
@@ -114,7 +110,9 @@ class TileWork {
   void gather_tiles() {
     const int64_t behind = c.keys - c.length, n = c.choice_count, blocks = (it.row_end - 1 + behind) / c.block + 1;
     const int64_t* choices = c.choices + ((it.batch * c.heads + it.head) * c.length + row0) * n;
-    int32_t *to = m.places.ints(rows * (n + 1)), *ends = m.ends.ints(blocks);
+    int32_t *to = m.ints(rows * (n + 1)), *ends = m.ints(blocks);
+    std::vector<Tile>& tiles = lists().tiles;
+    std::vector<Range>& blocks_seen = lists().ranges;
     const auto every = [&](auto&& function) {
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t own = (row0 + i + behind) / c.block;
@@ -125,27 +123,28 @@ class TileWork {
     };
     std::memset(ends, 0, static_cast<size_t>(blocks) * 4);
     every([&](int64_t b, int64_t) { ++ends[b]; });
-    m.tiles.clear(), m.ranges.clear();
+    tiles.clear(), blocks_seen.clear();
     for (int32_t b = 0, row = 0, end; b < blocks; ++b) {
-      const int64_t first = b * c.block, last = first + c.block < c.keys ? first + c.block : c.keys;
-      m.ranges.push_back({static_cast<int32_t>(first), static_cast<int32_t>(last), INT32_MIN, static_cast<int32_t>(behind), 0, 1});
-      for (end = row + ends[b], ends[b] = row; row < end; row = m.tiles.back().row_end)
-        m.tiles.push_back({row, end - row < MOST_ROWS ? end : row + static_cast<int32_t>(MOST_ROWS), b, b + 1});
+      const int32_t first = static_cast<int32_t>(b * c.block), last = static_cast<int32_t>(std::min(first + c.block, c.keys));
+      blocks_seen.push_back({first, last, INT32_MIN, static_cast<int32_t>(behind), 0, 1});
+      for (end = row + ends[b], ends[b] = row; row < end; row = tiles.back().row_end)
+        tiles.push_back({row, std::min(end, row + static_cast<int32_t>(MOST_ROWS)), b, b + 1});
     }
     every([&](int64_t b, int64_t i) { to[ends[b]++] = static_cast<int32_t>(i); });
-    places = to, ranges = m.ranges.data(), it.tiles = m.tiles.data(), it.count = static_cast<int64_t>(m.tiles.size());
+    places = to, ranges = blocks_seen.data(), it.tiles = tiles.data(), it.count = static_cast<int64_t>(tiles.size());
+    gathered = m.floats(MOST_ROWS * std::max(width_row, whole(c.width, TERMS) / 2)), gathered_sums = m.floats(ROWS * std::max(width_row, value_row));
+    gathered_grad = m.floats(MOST_ROWS * value_row), gathered_parts = m.floats(MOST_ROWS * whole(c.width, TERMS) / 2);
   }
 
   // The item's row that a tile's row i is, and its query.
   int64_t at(const Tile& tile, int64_t i) const { return places == nullptr ? tile.row - row0 + i : places[tile.row + i]; }
   int64_t query_of(const Tile& tile, int64_t i) const { return row0 + at(tile, i); }
 
-  // A tile's rows of x, side by side.
-  const float* rows_of(const Tile& tile, const float* x, int64_t n, Buffer& buffer) const {
+  // A tile's rows of x, side by side: where they stand, or gathered.
+  const float* rows_of(const Tile& tile, const float* x, int64_t n, float* to) const {
     if (places == nullptr) return x + (tile.row - row0) * n;
-    float* to = buffer.floats(MOST_ROWS * n);
     for (int64_t i = 0; i < tile.row_end - tile.row; ++i)
-      for (int64_t e = 0; e < n; e += W) store(to + i * n + e, load(x + at(tile, i) * n + e));
+      std::memcpy(to + i * n, x + at(tile, i) * n, static_cast<size_t>(n) * 4);
     return to;
   }
 
@@ -153,11 +152,9 @@ class TileWork {
   template <class Function>
   void add_to(const Tile& tile, int64_t first, int64_t M, int64_t n, float* x, Function&& add) const {
     if (places == nullptr) return add(x + at(tile, first) * n);
-    float* sums = m.tile_sums.floats(ROWS * (width_row > value_row ? width_row : value_row));
-    std::memset(sums, 0, static_cast<size_t>(M * n) * 4);
-    add(sums);
-    for (int64_t i = 0; i < M; ++i)
-      for (int64_t e = 0, to = at(tile, first + i) * n; e < n; e += W) store(x + to + e, load(x + to + e) + load(sums + i * n + e));
+    clear(gathered_sums, M * n);
+    add(gathered_sums);
+    for (int64_t i = 0; i < M; ++i) add_row(x + at(tile, first + i) * n, gathered_sums + i * n, n);
   }
 
   int64_t query(const Tokens& x, int64_t i) const { return it.batch * x.batch + it.head * x.head + i * x.row; }
@@ -166,7 +163,7 @@ class TileWork {
   // Begins keys [first, first + chunk): nothing of them is packed yet.
   void begin_chunk(int64_t first) {
     start = first;
-    size = c.keys - first < chunk ? c.keys - first : chunk;
+    size = std::min(c.keys - first, chunk);
     std::memset(flags, 0, static_cast<size_t>(2 * (chunk / PANEL)));
     if (places != nullptr) {
       while (tiles_end < it.count && ranges[it.tiles[tiles_end].range].first < start + size) ++tiles_end;
@@ -180,68 +177,64 @@ class TileWork {
 
   // The runs of a tile in the chunk; false where it sees none of these keys.
   bool find_runs(const Tile& tile) {
-    m.runs.clear();
+    runs.clear();
     for (int32_t r = tile.range; r < tile.range_end; ++r) {
       const int64_t first = clamp(ranges[r].first - start), end = clamp(ranges[r].end - start);
       if (first >= end) continue;
-      const int64_t run_low = first / PANEL * PANEL, run_high = whole(end, PANEL);
-      if (!m.runs.empty() && run_low < m.runs.back().high) {
-        m.runs.back().high = run_high > m.runs.back().high ? run_high : m.runs.back().high;
-        m.runs.back().range_end = r + 1;
+      const Run run{first / PANEL * PANEL, whole(end, PANEL), r, r + 1};
+      if (runs.empty() || run.low >= runs.back().high) {
+        runs.push_back(run);
       } else {
-        m.runs.push_back({run_low, run_high, r, r + 1});
+        runs.back().high = std::max(runs.back().high, run.high);
+        runs.back().range_end = r + 1;
       }
     }
-    return !m.runs.empty();
+    return !runs.empty();
   }
 
-  int64_t clamp(int64_t key) const { return key < 0 ? 0 : key > size ? size : key; }
+  int64_t clamp(int64_t key) const { return std::clamp<int64_t>(key, 0, size); }
 
-  // The chunk's keys [first, end) of a range that some of the queries [i, last] see; none unless first < end.
-  void seen(const Range& range, int64_t i, int64_t last, int64_t& first, int64_t& end) const {
-    first = i + range.low > range.first ? i + range.low : range.first;
-    end = last + range.high + 1 < range.end ? last + range.high + 1 : range.end;
-    first = clamp((first > range.end - range.least ? range.end - range.least : first) - start);
-    end = clamp((end < range.first + range.least ? range.first + range.least : end) - start);
+  // The chunk's keys of a range that some of the queries [i, last] see; none unless first < end.
+  Span seen(const Range& range, int64_t i, int64_t last) const {
+    const int64_t first = std::max<int64_t>(i + range.low, range.first), end = std::min<int64_t>(last + range.high + 1, range.end);
+    return {clamp(std::min<int64_t>(first, range.end - range.least) - start),
+            clamp(std::max<int64_t>(end, range.first + range.least) - start)};
   }
 
   // The queries of a tile, and for every run and group of ROWS queries the hull of what they see, in whole vectors.
-  void find_groups(const Tile& tile) {
-    tile_q = rows_of(tile, q, width_row, m.tile_q);
+  void find_hulls(const Tile& tile) {
+    tile_q = rows_of(tile, q, width_row, gathered);
     if (bf16) tile_parts = reinterpret_cast<const uint16_t*>(
-        rows_of(tile, reinterpret_cast<const float*>(queries), part_row / 2, m.tile_parts));
-    groups_of_run = (tile.row_end - tile.row + ROWS - 1) / ROWS;
-    m.groups.clear();
-    for (const Run& run : m.runs)
-      for (int64_t g = 0, number = tile.row_end - tile.row; g < number; g += ROWS) {
-        Rows hull{run.high, run.low};
-        const int64_t first_query = query_of(tile, g), last_query = query_of(tile, (g + ROWS < number ? g + ROWS : number) - 1);
+        rows_of(tile, reinterpret_cast<const float*>(queries), part_row / 2, gathered_parts));
+    number = tile.row_end - tile.row, groups = (number + ROWS - 1) / ROWS;
+    hulls.clear();
+    for (const Run& run : runs)
+      in_steps({0, number}, ROWS, [&](int64_t i, int64_t n) {
+        Hull hull{run.high, run.low};
         for (int32_t r = run.range; r < run.range_end; ++r) {
-          int64_t first, end;
-          seen(ranges[r], first_query, last_query, first, end);
-          if (first >= end) continue;
-          if (first < hull.low) hull.low = first;
-          if (end > hull.high) hull.high = end;
+          const Span keys = seen(ranges[r], query_of(tile, i), query_of(tile, i + n - 1));
+          if (keys.first < keys.end) hull = {std::min(hull.low, keys.first), std::max(hull.high, keys.end)};
         }
-        if (hull.low < hull.high) {
-          hull.low = hull.low / W * W;
-          hull.high = whole(hull.high, W);
-        }
-        m.groups.push_back(hull);
-      }
+        if (hull.low < hull.high) hull = {hull.low / W * W, whole(hull.high, W)};
+        hulls.push_back(hull);
+      });
   }
+
+  // What the group of row i of the tile sees of a run.
+  const Hull& hull_of(size_t run, int64_t i) const { return hulls[static_cast<int64_t>(run) * groups + i / ROWS]; }
+  int64_t rows_from(int64_t i) const { return std::min<int64_t>(number - i, ROWS); }
 
   // Panels number p of the chunk, packed at their first use: width * PANEL numbers, 8 KiB of the first cache.
   const float* key_panel(int64_t p) {
 #ifdef FAST_ATTENTION_AMX
     if (bf16) {
-      uint16_t* to = reinterpret_cast<uint16_t*>(panels) + p * PANEL * part_row;
+      uint16_t* to = reinterpret_cast<uint16_t*>(key_panels) + p * PANEL * part_row;
       if (!(flags[p] & 1)) pack_pairs(c.k, key(c.k, start + p * PANEL), size - p * PANEL, c.width, part_row, to);
       flags[p] |= 1;
       return reinterpret_cast<const float*>(to);
     }
 #endif
-    return packed(c.k, c.width, panels, 1, p);
+    return packed(c.k, c.width, key_panels, 1, p);
   }
   const float* value_panel(int64_t p) { return packed(c.v, c.values, value_panels, 2, p); }
 
@@ -271,14 +264,14 @@ class TileWork {
     for (int64_t p = low_key / PANEL; p * PANEL < high_key; ++p) {
       if (done[p] & bit) continue;
       done[p] |= bit;
-      const int64_t end = (p + 1) * PANEL < size ? (p + 1) * PANEL : size;
-      for (int64_t j = p * PANEL; j < end; ++j) read_row(x, key(x, start + j), n, distance, 1.0f, copied + j * distance);
+      for (int64_t j = p * PANEL; j < std::min((p + 1) * PANEL, size); ++j)
+        read_row(x, key(x, start + j), n, distance, 1.0f, copied + j * distance);
     }
     return copied;
   }
 
   // The columns of panel p that a group sees: one half of it, or both.
-  static void half_panels(const Rows& hull, int64_t p, int64_t M, int64_t K, const float* A, int64_t row,
+  static void half_panels(const Hull& hull, int64_t p, int64_t M, int64_t K, const float* A, int64_t row,
                           const float* panel, float* to, int64_t to_row) {
     const int64_t half = hull.high <= p + W ? 0 : hull.low >= p + W ? W : -1;
     if (half < 0)
@@ -287,65 +280,60 @@ class TileWork {
       column_panel<1>(M, K, A, row, 1, panel + half, PANEL, to + p + half, to_row, false);
   }
 
-  // Calls multiply(first row, rows, hull, p, panel) for the groups [from, to) that see some of a panel of a run.
+  // Calls multiply(first row, rows, hull, p, panel) for the rows [from, to) that see some of a panel of a run.
   template <class Packed, class Function>
-  void each_panel(const Run& run, int64_t of_run, int64_t from, int64_t to, int64_t end_row, Packed&& packed, Function&& multiply) {
-    for (int64_t p = run.low; p < run.high; p += PANEL) {
+  void each_panel(size_t r, int64_t from, int64_t to, Packed&& packed, Function&& multiply) {
+    for (int64_t p = runs[r].low; p < runs[r].high; p += PANEL) {
       const float* panel = nullptr;  // it stays in the first cache for all groups
-      for (int64_t g = from; g < to; ++g) {
-        const Rows& hull = m.groups[of_run + g];
+      for (int64_t i = from; i < to; i += ROWS) {
+        const Hull& hull = hull_of(r, i);
         if (hull.high <= p || hull.low >= p + PANEL) continue;
         if (panel == nullptr) panel = packed(p / PANEL);
-        multiply(g * ROWS, end_row - g * ROWS < ROWS ? end_row - g * ROWS : ROWS, hull, p, panel);
+        multiply(i, rows_from(i), hull, p, panel);
       }
     }
   }
 
-  // Scores of the groups [from, to) of a tile into `scores`, with what positions, caps and masks do; minus infinity for
-  // keys that a row does not see.
-  void write_scores(const Tile& tile, int64_t from, int64_t to, float* slope) {
-    const int64_t top_row = from * ROWS, end_row = to * ROWS < tile.row_end - tile.row ? to * ROWS : tile.row_end - tile.row;
-    int64_t of_run = 0;
-    for (const Run& run : m.runs) {
-      each_panel(run, of_run, from, to, end_row, [&](int64_t p) { return key_panel(p); },
-                 [&](int64_t first, int64_t number, const Rows& hull, int64_t p, const float* panel) {
+  // Scores of the rows [top_row, end_row) of a tile, whole groups, into `scores`, with what positions, caps and masks do;
+  // minus infinity for keys that a row does not see.
+  void write_scores(const Tile& tile, int64_t top_row, int64_t end_row, float* slope) {
+    for (size_t r = 0; r < runs.size(); ++r) {
+      const Run& run = runs[r];
+      each_panel(r, top_row, end_row, [&](int64_t p) { return key_panel(p); },
+                 [&](int64_t first, int64_t n, const Hull& hull, int64_t p, const float* panel) {
         float* to_row = scores + (first - top_row) * score_row;
 #ifdef FAST_ATTENTION_AMX
         if (bf16)
-          return registers.multiply(number, part_row, c.scale * LOG2E, tile_parts + first * part_row,
+          return registers.multiply(n, part_row, c.scale * LOG2E, tile_parts + first * part_row,
                                     reinterpret_cast<const uint16_t*>(panel), to_row + p, score_row);
 #endif
-        half_panels(hull, p, number, c.width, tile_q + first * width_row, width_row, panel, to_row, score_row);
+        half_panels(hull, p, n, c.width, tile_q + first * width_row, width_row, panel, to_row, score_row);
       });
       if (c.vectors != nullptr) multiply_vectors(tile, run);
       for (int64_t i = top_row; i < end_row; ++i) {
-        const Rows& hull = m.groups[of_run + i / ROWS];
+        const Hull& hull = hull_of(r, i);
         if (hull.low >= hull.high) continue;
         float* line = scores + (i - top_row) * score_row;
         if (c.cap > 0.0f) cap_scores(line, hull, slope == nullptr ? nullptr : slope + (i - top_row) * score_row);
         if (c.numbers != nullptr) add_numbers(line, hull, query_of(tile, i));
-        if (c.vectors != nullptr) {  // products[0]: the last row and the run's first key
-          const float* offset = products + i * offset_row + (tile.row_end - tile.row - 1 - i) - run.low;
-          for (int64_t j = hull.low; j < hull.high; j += W) store(line + j, load(line + j) + load(offset + j));
-        }
+        if (c.vectors != nullptr)  // products[0]: the last row and the run's first key
+          add_row(line + hull.low, products + i * offset_row + (number - 1 - i) - run.low + hull.low, hull.high - hull.low);
         int64_t position = hull.low;
-        for (int32_t r = run.range; r < run.range_end; ++r) {
-          int64_t first, end;
-          seen(ranges[r], query_of(tile, i), query_of(tile, i), first, end);
-          if (first >= end) continue;
-          hide(line, position, first);
-          if (ranges[r].count != 1) {
-            const float gain = std::log2(static_cast<float>(ranges[r].count));
-            for (int64_t j = first; j < end; ++j) line[j] += gain;
+        for (int32_t n = run.range; n < run.range_end; ++n) {
+          const Span keys = seen(ranges[n], query_of(tile, i), query_of(tile, i));
+          if (keys.first >= keys.end) continue;
+          hide(line, position, keys.first);
+          if (ranges[n].count != 1) {
+            const float gain = std::log2(static_cast<float>(ranges[n].count));
+            for (int64_t j = keys.first; j < keys.end; ++j) line[j] += gain;
           }
-          position = end > position ? end : position;
+          position = std::max(position, keys.end);
         }
         hide(line, position, hull.high);
         if (c.key_mask != nullptr)
           for (int64_t j = hull.low; j < hull.high; j += W)
             store(line + j, load(key_bias + j) < 0.0f ? all(NOTHING) : load(line + j));
       }
-      of_run += groups_of_run;
     }
   }
 
@@ -359,17 +347,17 @@ class TileWork {
   }
 
   // Adds the numbers of the offsets of query i; those that are not given are zero.
-  void add_numbers(float* line, const Rows& hull, int64_t i) const {
+  void add_numbers(float* line, const Hull& hull, int64_t i) const {
     const float* from = c.numbers + it.head * c.numbers_head;
     const int64_t shift = start - i - c.first_offset;  // of the number that belongs to key 0 of the chunk
-    int64_t j = hull.low < -shift ? -shift : hull.low;
-    const int64_t end = hull.high < c.number_count - shift ? hull.high : c.number_count - shift;
+    int64_t j = std::max(hull.low, -shift);
+    const int64_t end = std::min(hull.high, c.number_count - shift);
     for (; j + W <= end; j += W) store(line + j, load(line + j) + load(from + shift + j) * LOG2E);
     for (; j < end; ++j) line[j] += from[shift + j] * LOG2E;
   }
 
   // In units of log 2: cap tanh(s / cap), and its slope.
-  void cap_scores(float* line, const Rows& hull, float* slope) const {
+  void cap_scores(float* line, const Hull& hull, float* slope) const {
     const float unit = c.cap * LOG2E;
     for (int64_t j = hull.low; j < hull.high; j += W) {
       const Vec t = tanh(load(line + j) * (1.0f / unit));
@@ -383,23 +371,16 @@ class TileWork {
   int64_t copy_vectors(const Tile& tile, const Run& run) {
     const float* from = c.vectors + it.head * c.number_count * c.width;
     const int64_t first = start + run.low - (tile.row_end - 1) - c.first_offset;
-    const int64_t n = run.high - run.low + (tile.row_end - tile.row) - 1, padded = whole(n + 1, PANEL);
-    for (int64_t o = 0; o < padded; ++o) {
-      const int64_t at = first + o;
-      float* to = vectors + o * width_row;
-      if (o < n && at >= 0 && at < c.number_count) {
-        std::memcpy(to, from + at * c.width, static_cast<size_t>(c.width) * 4);
-        std::memset(to + c.width, 0, static_cast<size_t>(width_row - c.width) * 4);
-      } else {
-        std::memset(to, 0, static_cast<size_t>(width_row) * 4);
-      }
-    }
+    const int64_t n = run.high - run.low + number - 1, padded = whole(n + 1, PANEL);
+    clear(vectors, padded * width_row);
+    for (int64_t o = std::max<int64_t>(0, -first); o < std::min(n, c.number_count - first); ++o)
+      std::memcpy(vectors + o * width_row, from + (first + o) * c.width, static_cast<size_t>(c.width) * 4);
     return padded;
   }
 
   // The products of a tile's queries with these vectors.
   void multiply_vectors(const Tile& tile, const Run& run) {
-    const int64_t number = tile.row_end - tile.row, padded = copy_vectors(tile, run);
+    const int64_t padded = copy_vectors(tile, run);
     const Tokens rows_of_vectors{vectors, 0, 0, width_row, FLOAT32};
     for (int64_t o = 0; o < padded; o += PANEL) {
       pack_panel(rows_of_vectors, o * width_row, PANEL, c.width, row, vector_panel);
@@ -407,8 +388,8 @@ class TileWork {
     }
   }
 
-  // Which of W neighbouring weights of a row are kept by dropout, from the hash of the row: 1 / (1 - dropout) or 0.
-  Vec kept(uint32_t of_row, int64_t key) const {
+  // What dropout multiplies W neighbouring weights of a row by, from the hash of the row: 1 / (1 - dropout) or 0.
+  Vec dropped(uint32_t of_row, int64_t key) const {
     Words x = {};
     for (int i = 0; i < W; ++i) x[i] = static_cast<uint32_t>(key + i);
     x = mixed(x * 0x9e3779b1u ^ of_row);
@@ -423,16 +404,16 @@ class TileWork {
   }
 
   // Adds weights times values to outputs: some rows of scores and the keys [low_key, high_key) of the chunk.
-  void add_values(int64_t number, const float* line, int64_t low_key, int64_t high_key, float* to) {
-    const int64_t end = high_key < size ? high_key : size;
+  void add_values(int64_t n, const float* line, int64_t low_key, int64_t high_key, float* to) {
+    const int64_t end = std::min(high_key, size);
 #ifdef FAST_ATTENTION_AMX
     if (bf16) {
-      const int64_t first = low_key / PANEL * PANEL, n = whole(high_key, PANEL) - first, before = low_key - first;
+      const int64_t first = low_key / PANEL * PANEL, terms = whole(high_key, PANEL) - first, before = low_key - first;
       uint16_t *high_parts = weights, *low_parts = weights + ROWS * chunk;
-      for (int64_t i = 0; i < number; ++i) {
-        if (before > 0) split_row(line, 0, before, high_parts + i * n, low_parts + i * n);
-        split_row(line + i * score_row + low_key, high_key - low_key, n - before, high_parts + i * n + before,
-                  low_parts + i * n + before);
+      for (int64_t i = 0; i < n; ++i) {
+        uint16_t *high_part = high_parts + i * terms, *low_part = low_parts + i * terms;
+        if (before > 0) split_row(line, 0, before, high_part, low_part);
+        split_row(line + i * score_row + low_key, high_key - low_key, terms - before, high_part + before, low_part + before);
       }
       for (int64_t p = first / PANEL; p * PANEL < high_key; ++p) {
         if (flags[p] & 2) continue;
@@ -440,28 +421,43 @@ class TileWork {
         pack_rows(c.v, key(c.v, start + p * PANEL), size - p * PANEL, c.values, value_row,
                   value_pairs + p * PANEL * value_row);
       }
-      registers.add(number, value_row, n, high_parts, low_parts, n, value_pairs + first * value_row, to);
+      registers.add(n, value_row, terms, high_parts, low_parts, terms, value_pairs + first * value_row, to);
       return;
     }
 #endif
     int64_t distance;
     const float* values = value_rows(low_key, end, distance);
-    product(number, value_row, end - low_key, line + low_key, score_row, 1, values + low_key * distance, distance, to,
-            value_row, true);
+    product(n, value_row, end - low_key, line + low_key, score_row, 1, values + low_key * distance, distance, to, value_row, true);
   }
 
+  // Calls function(tile, first key of the chunk) for the tiles that see keys of a chunk, chunk by chunk.
+  template <class Function>
+  void each_tile(Function&& function) {
+    for (int64_t first = low / PANEL * PANEL; first < high; first += chunk) {
+      begin_chunk(first);
+      for (int64_t t = tiles_begin; t < tiles_end; ++t) {
+        if (!find_runs(it.tiles[t])) continue;
+        find_hulls(it.tiles[t]);
+        function(it.tiles[t], first);
+      }
+    }
+  }
+
+  Frame m;
   const TilesCall& c;
   Item it;
-  Scratch& m;
-  int64_t chunk, row0, rows, group, width_row, value_row, score_row = 0, low, high, start = 0, size = 0,
-                                                          groups_of_run = 0, offset_row = 0;
+  std::vector<Run>& runs;
+  std::vector<Hull>& hulls;
+  const int64_t chunk, row0, rows, group, width_row, value_row, score_row, offset_row;
+  int64_t low, high, start = 0, size = 0, number = 0, groups = 0;  // of keys of the item, of the chunk, of a tile's rows
   int64_t tiles_begin = 0, tiles_end;  // that may see keys of the chunk
   const Range* ranges;
+  float* sums;
   const int32_t* places = nullptr;  // the item's rows that rows of tiles are; nullptr: one after another
   const float* tile_q = nullptr;    // queries of a tile
-  float *q, *panels, *value_panels = nullptr, *scores, *row, *copied_values = nullptr, *copied_keys = nullptr,
-                                *key_bias = nullptr, *vectors = nullptr, *products = nullptr,
-                                *vector_panel = nullptr;
+  float *q, *key_panels, *value_panels, *scores, *row, *copied_values, *copied_keys, *key_bias = nullptr, *vectors = nullptr,
+      *products = nullptr, *vector_panel = nullptr, *gathered = nullptr, *gathered_sums = nullptr, *gathered_grad = nullptr,
+      *gathered_parts = nullptr;
   uint8_t* flags;
   bool bf16 = false;
   int64_t part_row = 0;
@@ -473,7 +469,7 @@ class TileWork {
 };
 
 // Powers of two of a row of scores below `top`, in place; their sum.
-inline float powers(float* line, const Rows& hull, float top) {
+inline float powers(float* line, const Hull& hull, float top) {
   Vec added = {};
   for (int64_t j = hull.low; j < hull.high; j += W) {
     const Vec weight = exp2(load(line + j) - top);
@@ -484,65 +480,55 @@ inline float powers(float* line, const Rows& hull, float top) {
 }
 
 inline void forward_item(const TilesCall& c, const Item& item) {
-  Scratch& m = scratch();
-  TileWork work(c, item, m);
+  TileWork work(c, item, false);
+  Frame m;
   const int64_t rows = work.rows, value_row = work.value_row;
-  float* out = m.out.floats(rows * value_row);
-  float *top = m.top.floats(rows), *total = m.total.floats(rows);
+  float *out = m.floats(rows * value_row), *top = m.floats(rows), *total = m.floats(rows);
   for (int64_t i = 0; i < rows; ++i) top[i] = NOTHING, total[i] = 0.0f;
-  std::memset(out, 0, static_cast<size_t>(rows * value_row) * 4);
-  for (int64_t first = work.low / PANEL * PANEL; first < work.high; first += work.chunk) {
-    work.begin_chunk(first);
-    for (int64_t t = work.tiles_begin; t < work.tiles_end; ++t) {
-      const Tile& tile = work.it.tiles[t];
-      if (!work.find_runs(tile)) continue;
-      work.find_groups(tile);
-      const int64_t number = tile.row_end - tile.row, groups = work.groups_of_run;
-      const int64_t step = c.vectors == nullptr ? (work.bf16 ? 2 : 1) : groups;  // products with vectors are of a whole tile
-      for (int64_t g = 0; g < groups; g += step) {
-        const int64_t end_group = g + step < groups ? g + step : groups;
-        work.write_scores(tile, g, end_group, nullptr);
-        const int64_t end_row = end_group * ROWS < number ? end_group * ROWS : number;
-        for (int64_t i = g * ROWS; i < end_row; ++i) {  // a row of scores is in the first cache
-          float* line = work.scores + (i - g * ROWS) * work.score_row;
-          const int64_t at = work.at(tile, i);
-          Vec most = all(NOTHING);
-          for (size_t r = 0; r < m.runs.size(); ++r) {
-            const Rows& hull = m.groups[r * groups + i / ROWS];
-            for (int64_t j = hull.low; j < hull.high; j += W) most = larger(load(line + j), most);
-          }
-          const float before = top[at], here = largest(most), now = here > before ? here : before;
-          float added = 0.0f;
-          for (size_t r = 0; r < m.runs.size(); ++r) {
-            const Rows& hull = m.groups[r * groups + i / ROWS];
-            added += powers(line, hull, now == NOTHING ? 0.0f : now);
-            if (c.dropout > 0.0f) {
-              const uint32_t hash = work.hash_of_row(work.query_of(tile, i));
-              for (int64_t j = hull.low; j < hull.high; j += W)
-                store(line + j, load(line + j) * work.kept(hash, first + j));
-            }
-          }
-          if (before != now && before != NOTHING) {
-            const float decay = exp2(before - now);
-            total[at] *= decay;
-            for (int64_t e = 0; e < value_row; e += W) store(out + at * value_row + e, load(out + at * value_row + e) * decay);
-          }
-          total[at] += added;
-          top[at] = now;
+  clear(out, rows * value_row);
+  work.each_tile([&](const Tile& tile, int64_t first) {
+    const int64_t number = work.number;
+    const int64_t step = c.vectors != nullptr ? number : work.bf16 ? 2 * ROWS : ROWS;  // products with vectors: a whole tile
+    in_steps({0, number}, step, [&](int64_t top_row, int64_t n) {
+      const int64_t end_row = top_row + n;
+      work.write_scores(tile, top_row, end_row, nullptr);
+      for (int64_t i = top_row; i < end_row; ++i) {  // a row of scores is in the first cache
+        float* line = work.scores + (i - top_row) * work.score_row;
+        const int64_t at = work.at(tile, i);
+        Vec most = all(NOTHING);
+        for (size_t r = 0; r < work.runs.size(); ++r) {
+          const Hull& hull = work.hull_of(r, i);
+          for (int64_t j = hull.low; j < hull.high; j += W) most = larger(load(line + j), most);
         }
-        for (size_t r = 0; r < m.runs.size(); ++r)
-          for (int64_t n = g; n < end_group; ++n) {
-            const Rows& hull = m.groups[r * groups + n];
-            if (hull.low >= hull.high) continue;
-            const int64_t first_row = n * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
-            work.add_to(tile, first_row, rows_here, value_row, out, [&](float* to) {
-              work.add_values(rows_here, work.scores + (first_row - g * ROWS) * work.score_row, hull.low, hull.high, to);
-            });
+        const float before = top[at], here = largest(most), now = here > before ? here : before;
+        float added = 0.0f;
+        for (size_t r = 0; r < work.runs.size(); ++r) {
+          const Hull& hull = work.hull_of(r, i);
+          added += powers(line, hull, now == NOTHING ? 0.0f : now);
+          if (c.dropout > 0.0f) {
+            const uint32_t hash = work.hash_of_row(work.query_of(tile, i));
+            for (int64_t j = hull.low; j < hull.high; j += W)
+              store(line + j, load(line + j) * work.dropped(hash, first + j));
           }
+        }
+        if (before != now && before != NOTHING) {
+          const float decay = exp2(before - now);
+          total[at] *= decay;
+          scale_row(out + at * value_row, value_row, decay);
+        }
+        total[at] += added;
+        top[at] = now;
       }
-    }
-  }
-  float* sums = c.sums + ((item.batch * c.heads + item.head) * c.length + work.row0) * 2;
+      for (size_t r = 0; r < work.runs.size(); ++r)
+        for (int64_t i = top_row; i < end_row; i += ROWS) {
+          const Hull& hull = work.hull_of(r, i);
+          if (hull.low >= hull.high) continue;
+          work.add_to(tile, i, work.rows_from(i), value_row, out, [&](float* to) {
+            work.add_values(work.rows_from(i), work.scores + (i - top_row) * work.score_row, hull.low, hull.high, to);
+          });
+        }
+    });
+  });
   for (int64_t i = 0; i < rows; ++i) {
     const bool none = total[i] == 0.0f;
     float factor = none ? 0.0f : 1.0f / total[i];
@@ -553,8 +539,8 @@ inline void forward_item(const TilesCall& c, const Item& item) {
       top[i] = most;
       factor = share / total[i];
     }
-    sums[2 * i] = total[i] == 0.0f ? 0.0f : top[i];
-    sums[2 * i + 1] = total[i];
+    work.sums[2 * i] = total[i] == 0.0f ? 0.0f : top[i];
+    work.sums[2 * i + 1] = total[i];
     write_row(c.out, work.query(c.out, work.row0 + i), c.values, factor, out + i * value_row);
   }
 }
@@ -564,7 +550,7 @@ inline void find_items(const TilesCall& c, int64_t rows, std::vector<Item>& item
   for (int64_t b = 0; b < c.batch; ++b)
     for (int64_t h = 0; h < c.heads; ++h) {
       for (int64_t row = 0; c.block > 0 && row < c.length; row += CHOOSING)
-        items.push_back({b, h, row, row + CHOOSING < c.length ? row + CHOOSING : c.length, nullptr, 0});
+        items.push_back({b, h, row, std::min(row + CHOOSING, c.length), nullptr, 0});
       const Tile* tiles = c.tiles + b * c.tile_batch + h * c.tile_head;
       for (int64_t t = 0; t < c.tile_count;) {
         const int64_t first = t;
@@ -582,154 +568,135 @@ inline void tiles_forward(const TilesCall& c, const Pool& pool) {
 
 // dV = P^T dO; dS = P (dO V^T - D), D_i = dO_i out_i; dQ = scale dS K; dK = scale dS^T Q. One query head of a group.
 inline void backward_item(const TilesCall& c, const TilesGradients& d, const Item& item) {
-  Scratch& m = scratch();
-  TileWork work(c, item, m);
-  const int64_t rows = work.rows, width_row = work.width_row, value_row = work.value_row, chunk = work.chunk;
-  work.value_panels = m.value_panels.floats(chunk * c.values);
-  if (!whole_vectors(c.k, c.width)) work.copied_keys = m.keys.floats(chunk * width_row);
-  float *grad = m.grad.floats(rows * value_row), *dq = m.dq.floats(rows * width_row);
-  float *inner = m.inner.floats(rows), *slopes = m.gradients.floats(MOST_ROWS * work.score_row);
-  float* slope = c.cap > 0.0f ? m.slopes.floats(MOST_ROWS * work.score_row) : nullptr;
-  if (!d.part) std::memset(dq, 0, static_cast<size_t>(rows * width_row) * 4);
-  for (int64_t i = 0; d.part && i < rows; ++i)
-    read_row(d.dq, work.query(d.dq, work.row0 + i), c.width, width_row, 1.0f / (c.scale * LOG2E), dq + i * width_row);
-  const float* sums = c.sums + ((item.batch * c.heads + item.head) * c.length + work.row0) * 2;
+  TileWork work(c, item, true);
+  Frame m;
+  const int64_t rows = work.rows, width_row = work.width_row, value_row = work.value_row, score_row = work.score_row;
+  float *grad = m.floats(rows * value_row), *dq = m.floats(rows * width_row), *inner = m.floats(rows);
+  float *slopes = m.floats(MOST_ROWS * score_row), *slope = c.cap > 0.0f ? m.floats(MOST_ROWS * score_row) : nullptr;
+  float* d_numbers = d.d_numbers == nullptr ? nullptr : m.floats(work.offset_row);
+  float* d_products = c.vectors == nullptr ? nullptr : m.floats(MOST_ROWS * work.offset_row);
+  float* d_vectors = d.d_vectors == nullptr ? nullptr : m.floats(work.offset_row * width_row);
+  float products[MOST_ROWS];  // sum_j P_ij dP_ij
   for (int64_t i = 0; i < rows; ++i) {
     float* line = grad + i * value_row;
     read_row(d.grad_out, work.query(d.grad_out, work.row0 + i), c.values, value_row, 1.0f, line);
     read_row(c.out, work.query(c.out, work.row0 + i), c.values, value_row, 1.0f, work.row);
     inner[i] = inner_product(line, work.row, value_row);
+    if (d.part)
+      read_row(d.dq, work.query(d.dq, work.row0 + i), c.width, width_row, 1.0f / (c.scale * LOG2E), dq + i * width_row);
+    else
+      clear(dq + i * width_row, width_row);
   }
-  float products[MOST_ROWS];  // sum_j P_ij dP_ij
-  const int64_t head_keys = (item.batch * c.groups + work.group) * c.keys;
-  float* d_numbers = nullptr;
-  if (d.d_numbers != nullptr) d_numbers = m.d_numbers.floats(work.offset_row);
-  float* d_products = c.vectors == nullptr ? nullptr : m.d_products.floats(MOST_ROWS * work.offset_row);
-  float* d_vectors = d.d_vectors == nullptr ? nullptr : m.d_vectors.floats(work.offset_row * width_row);
-  for (int64_t first = work.low / PANEL * PANEL; first < work.high; first += chunk) {
-    work.begin_chunk(first);
+  const int64_t head_keys = (item.batch * c.groups + work.group) * c.keys, head_numbers = (item.batch * c.heads + item.head) * c.number_count;
+  work.each_tile([&](const Tile& tile, int64_t first) {
     float *dk = d.dk + (head_keys + first) * d.dk_row, *dv = d.dv + (head_keys + first) * d.dv_row;
-    for (int64_t t = work.tiles_begin; t < work.tiles_end; ++t) {
-      const Tile& tile = work.it.tiles[t];
-      if (!work.find_runs(tile)) continue;
-      work.find_groups(tile);
-      const int64_t number = tile.row_end - tile.row, groups = work.groups_of_run;
-      const float *queries = work.tile_q, *tile_grad = work.rows_of(tile, grad, value_row, m.tile_grad);
-      work.write_scores(tile, 0, groups, slope);
-      const bool is_whole = !d.part && work.places == nullptr && work.ranges[tile.range].first >= first &&
-                            work.ranges[tile.range_end - 1].end <= first + chunk;
-      for (int64_t i = 0; i < number; ++i) products[i] = is_whole ? 0.0f : inner[work.at(tile, i)];
-      for (size_t r = 0; r < m.runs.size(); ++r) {
-        const Run& run = m.runs[r];
-        work.each_panel(run, r * groups, 0, groups, number, [&](int64_t p) { return work.value_panel(p); },
-                        [&](int64_t top_row, int64_t some, const Rows& hull, int64_t p, const float* panel) {  // dP = dO V^T
-          work.half_panels(hull, p, some, c.values, tile_grad + top_row * value_row, value_row, panel,
-                           slopes + top_row * work.score_row, work.score_row);
-        });
-        for (int64_t i = 0; i < number; ++i) {  // P and dP, in place of scores and dO V^T
-          const Rows& hull = m.groups[r * groups + i / ROWS];
-          float *line = work.scores + i * work.score_row, *slope_line = slopes + i * work.score_row;
-          const float *of_row = sums + 2 * work.at(tile, i), top = of_row[0], total = of_row[1];
-          const float share = total > 0.0f ? 1.0f / total : 0.0f;
-          const uint32_t hash = c.dropout > 0.0f ? work.hash_of_row(work.query_of(tile, i)) : 0;
-          Vec added = {};
-          for (int64_t j = hull.low; j < hull.high; j += W) {
-            const Vec weight = exp2(load(line + j) - top) * share;
-            Vec dp = weight > 0.0f ? load(slope_line + j) : Vec{};
-            if (c.dropout > 0.0f) dp *= work.kept(hash, first + j);
-            added += weight * dp;
-            store(line + j, weight);
-            store(slope_line + j, dp);
-          }
-          if (is_whole) products[i] += sum(added);  // so rows of dS add up to 0 as nearly as can be
+    const int64_t number = work.number;
+    const float *queries = work.tile_q, *tile_grad = work.rows_of(tile, grad, value_row, work.gathered_grad);
+    const auto row_hash = [&](int64_t i) { return c.dropout > 0.0f ? work.hash_of_row(work.query_of(tile, i)) : 0; };
+    work.write_scores(tile, 0, number, slope);
+    const bool is_whole = !d.part && work.places == nullptr && work.ranges[tile.range].first >= first &&
+                          work.ranges[tile.range_end - 1].end <= first + work.chunk;
+    for (int64_t i = 0; i < number; ++i) products[i] = is_whole ? 0.0f : inner[work.at(tile, i)];
+    for (size_t r = 0; r < work.runs.size(); ++r) {
+      work.each_panel(r, 0, number, [&](int64_t p) { return work.value_panel(p); },
+                      [&](int64_t i, int64_t n, const Hull& hull, int64_t p, const float* panel) {  // dP = dO V^T
+        work.half_panels(hull, p, n, c.values, tile_grad + i * value_row, value_row, panel, slopes + i * score_row, score_row);
+      });
+      for (int64_t i = 0; i < number; ++i) {  // P and dP, in place of scores and dO V^T
+        const Hull& hull = work.hull_of(r, i);
+        float *line = work.scores + i * score_row, *slope_line = slopes + i * score_row;
+        const float *of_row = work.sums + 2 * work.at(tile, i), top = of_row[0], total = of_row[1];
+        const float share = total > 0.0f ? 1.0f / total : 0.0f;
+        const uint32_t hash = row_hash(i);
+        Vec added = {};
+        for (int64_t j = hull.low; j < hull.high; j += W) {
+          const Vec weight = exp2(load(line + j) - top) * share;
+          Vec dp = weight > 0.0f ? load(slope_line + j) : Vec{};
+          if (c.dropout > 0.0f) dp *= work.dropped(hash, first + j);
+          added += weight * dp;
+          store(line + j, weight);
+          store(slope_line + j, dp);
         }
-      }
-      for (size_t r = 0; r < m.runs.size(); ++r) {
-        const Run& run = m.runs[r];
-        if (d_numbers != nullptr) std::memset(d_numbers, 0, static_cast<size_t>(run.high - run.low + number + W) * 4);
-        int64_t run_low = run.high, run_high = run.low;
-        for (int64_t g = 0; g < groups; ++g) {
-          const Rows& hull = m.groups[r * groups + g];  // an empty one is [run.high, run.low)
-          if (hull.low < run_low) run_low = hull.low;
-          if (hull.high > run_high) run_high = hull.high;
-        }
-        if (run_low >= run_high) continue;
-        for (int64_t i = 0; i < number; ++i) {  // dS in place of dP, and what dropout keeps of P; zeros beyond the group
-          const Rows& hull = m.groups[r * groups + i / ROWS];
-          float *line = work.scores + i * work.score_row, *slope_line = slopes + i * work.score_row;
-          const int64_t low = hull.low < hull.high ? hull.low : run_high, high = hull.low < hull.high ? hull.high : run_high;
-          for (int64_t j = run_low; j < low; j += W) store(line + j, Vec{}), store(slope_line + j, Vec{});
-          const uint32_t hash = c.dropout > 0.0f ? work.hash_of_row(work.query_of(tile, i)) : 0;
-          for (int64_t j = low; j < high; j += W) {
-            const Vec weight = load(line + j);
-            store(slope_line + j, weight * (load(slope_line + j) - products[i]) * LN2);  // queries have log2 e
-            if (c.dropout > 0.0f) store(line + j, weight * work.kept(hash, first + j));
-          }
-          for (int64_t j = high; j < run_high; j += W) store(line + j, Vec{}), store(slope_line + j, Vec{});
-          if (d_numbers != nullptr) {
-            float* offset = d_numbers + (number - 1 - i) - run.low;
-            for (int64_t j = low; j < high; j += W) store(offset + j, load(offset + j) + load(slope_line + j));
-          }
-          if (c.vectors != nullptr) {
-            float* of_row = d_products + i * work.offset_row;
-            std::memset(of_row, 0, static_cast<size_t>(whole(run.high - run.low + number, PANEL)) * 4);
-            for (int64_t j = low; j < high; j += W) store(of_row + (number - 1 - i) - run.low + j, load(slope_line + j));
-          }
-          if (slope != nullptr)
-            for (int64_t j = low; j < high; j += W)
-              store(slope_line + j, load(slope_line + j) * load(slope + i * work.score_row + j));
-        }
-        const int64_t begin = first + run.low - (tile.row_end - 1) - c.first_offset, n = run.high - run.low + number - 1;
-        if (d_numbers != nullptr) {
-          float* to = d.d_numbers + (item.batch * c.heads + item.head) * c.number_count;
-          for (int64_t o = 0; o < n; ++o)
-            if (begin + o >= 0 && begin + o < c.number_count) to[begin + o] += d_numbers[o] * LOG2E;
-        }
-        if (c.vectors != nullptr) {
-          if (m.runs.size() > 1) work.copy_vectors(tile, run);  // write_scores left those of the last run
-          product(number, width_row, n, d_products, work.offset_row, 1, work.vectors, width_row,
-                  dq + work.at(tile, 0) * width_row, width_row, true);
-          if (d.d_vectors != nullptr) {
-            product(n, width_row, number, d_products, 1, work.offset_row, queries, width_row, d_vectors, width_row, false);
-            float* to = d.d_vectors + (item.batch * c.heads + item.head) * c.number_count * c.width;
-            for (int64_t o = 0; o < n; ++o)
-              if (begin + o >= 0 && begin + o < c.number_count)
-                for (int64_t e = 0; e < c.width; ++e) to[(begin + o) * c.width + e] += d_vectors[o * width_row + e];
-          }
-        }
-        const int64_t end = run_high < work.size ? run_high : work.size;
-        for (int64_t j = run_low; j < end; j += ROWS) {  // a row of ROWS keys, and the queries that see some of them
-          int64_t first_group = groups, last_group = 0;
-          for (int64_t g = 0; g < groups; ++g) {
-            const Rows& hull = m.groups[r * groups + g];
-            if (hull.low >= j + ROWS || hull.high <= j) continue;
-            if (first_group == groups) first_group = g;
-            last_group = g;
-          }
-          if (first_group == groups) continue;
-          const int64_t top_row = first_group * ROWS, keys_here = end - j < ROWS ? end - j : ROWS;
-          const int64_t end_row = (last_group + 1) * ROWS < number ? (last_group + 1) * ROWS : number;
-          const int64_t from = top_row * work.score_row + j;
-          product(keys_here, value_row, end_row - top_row, work.scores + from, 1, work.score_row,
-                  tile_grad + top_row * value_row, value_row, dv + j * d.dv_row, d.dv_row, true);
-          product(keys_here, width_row, end_row - top_row, slopes + from, 1, work.score_row, queries + top_row * width_row,
-                  width_row, dk + j * d.dk_row, d.dk_row, true);
-        }
-        int64_t distance;
-        const float* keys = work.key_rows(run_low, end, distance);
-        for (int64_t g = 0; g < groups; ++g) {
-          const Rows& hull = m.groups[r * groups + g];
-          if (hull.low >= hull.high) continue;
-          const int64_t last = hull.high < end ? hull.high : end;
-          const int64_t first_row = g * ROWS, rows_here = number - first_row < ROWS ? number - first_row : ROWS;
-          work.add_to(tile, first_row, rows_here, width_row, dq, [&](float* to) {
-            product(rows_here, width_row, last - hull.low, slopes + first_row * work.score_row + hull.low, work.score_row, 1,
-                    keys + hull.low * distance, distance, to, width_row, true);
-          });
-        }
+        if (is_whole) products[i] += sum(added);  // so rows of dS add up to 0 as nearly as can be
       }
     }
-  }
+    for (size_t r = 0; r < work.runs.size(); ++r) {
+      const Run& run = work.runs[r];
+      Hull all_rows{run.high, run.low};
+      for (int64_t i = 0; i < number; i += ROWS) {
+        const Hull& hull = work.hull_of(r, i);
+        all_rows = {std::min(all_rows.low, hull.low), std::max(all_rows.high, hull.high)};
+      }
+      if (all_rows.low >= all_rows.high) continue;
+      if (d_numbers != nullptr) clear(d_numbers, run.high - run.low + number + W);
+      for (int64_t i = 0; i < number; ++i) {  // dS in place of dP, and what dropout keeps of P; zeros beyond the group
+        const Hull& hull = work.hull_of(r, i);
+        float *line = work.scores + i * score_row, *slope_line = slopes + i * score_row;
+        const bool none = hull.low >= hull.high;
+        const int64_t low = none ? all_rows.high : hull.low, high = none ? all_rows.high : hull.high;
+        const uint32_t hash = row_hash(i);
+        for (float* x : {line, slope_line}) {
+          clear(x + all_rows.low, low - all_rows.low);
+          clear(x + high, all_rows.high - high);
+        }
+        for (int64_t j = low; j < high; j += W) {
+          const Vec weight = load(line + j);
+          store(slope_line + j, weight * (load(slope_line + j) - products[i]) * LN2);  // queries have log2 e
+          if (c.dropout > 0.0f) store(line + j, weight * work.dropped(hash, first + j));
+        }
+        const int64_t shift = number - 1 - i - run.low;  // of an offset and the key of it
+        if (d_numbers != nullptr) add_row(d_numbers + shift + low, slope_line + low, high - low);
+        if (c.vectors != nullptr) {
+          float* of_row = d_products + i * work.offset_row;
+          clear(of_row, whole(run.high - run.low + number, PANEL));
+          add_row(of_row + shift + low, slope_line + low, high - low);
+        }
+        for (int64_t j = low; j < high && slope != nullptr; j += W)
+          store(slope_line + j, load(slope_line + j) * load(slope + i * score_row + j));
+      }
+      const int64_t begin = first + run.low - (tile.row_end - 1) - c.first_offset, n = run.high - run.low + number - 1;
+      const Span given{std::max<int64_t>(0, -begin), std::min(n, c.number_count - begin)};  // offsets that have numbers
+      if (d_numbers != nullptr)
+        for (int64_t o = given.first; o < given.end; ++o) d.d_numbers[head_numbers + begin + o] += d_numbers[o] * LOG2E;
+      if (c.vectors != nullptr) {
+        if (work.runs.size() > 1) work.copy_vectors(tile, run);  // write_scores left those of the last run
+        product(number, width_row, n, d_products, work.offset_row, 1, work.vectors, width_row,
+                dq + work.at(tile, 0) * width_row, width_row, true);
+        if (d.d_vectors != nullptr) {
+          product(n, width_row, number, d_products, 1, work.offset_row, queries, width_row, d_vectors, width_row, false);
+          for (int64_t o = given.first; o < given.end; ++o)
+            for (int64_t e = 0; e < c.width; ++e)
+              d.d_vectors[(head_numbers + begin + o) * c.width + e] += d_vectors[o * width_row + e];
+        }
+      }
+      const int64_t end = std::min(all_rows.high, work.size);
+      in_steps({all_rows.low, end}, ROWS, [&](int64_t j, int64_t keys_here) {  // ROWS keys, and the queries that see some of them
+        int64_t first_row = number, last_row = 0;
+        for (int64_t i = 0; i < number; i += ROWS) {
+          const Hull& hull = work.hull_of(r, i);
+          if (hull.low >= j + ROWS || hull.high <= j) continue;
+          first_row = std::min(first_row, i);
+          last_row = i + work.rows_from(i);
+        }
+        if (first_row == number) return;
+        const int64_t from = first_row * score_row + j;
+        product(keys_here, value_row, last_row - first_row, work.scores + from, 1, score_row,
+                tile_grad + first_row * value_row, value_row, dv + j * d.dv_row, d.dv_row, true);
+        product(keys_here, width_row, last_row - first_row, slopes + from, 1, score_row, queries + first_row * width_row,
+                width_row, dk + j * d.dk_row, d.dk_row, true);
+      });
+      int64_t distance;
+      const float* keys = work.key_rows(all_rows.low, end, distance);
+      in_steps({0, number}, ROWS, [&](int64_t i, int64_t rows_here) {
+        const Hull& hull = work.hull_of(r, i);
+        if (hull.low >= hull.high) return;
+        work.add_to(tile, i, rows_here, width_row, dq, [&](float* to) {
+          product(rows_here, width_row, std::min(hull.high, end) - hull.low, slopes + i * score_row + hull.low, score_row, 1,
+                  keys + hull.low * distance, distance, to, width_row, true);
+        });
+      });
+    }
+  });
   for (int64_t i = 0; i < rows; ++i)
     write_row(d.dq, work.query(d.dq, work.row0 + i), c.width, c.scale * LOG2E, dq + i * width_row);
 }

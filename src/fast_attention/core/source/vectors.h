@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <new>
 #include <utility>
@@ -26,6 +27,8 @@ constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 typedef float Vec __attribute__((vector_size(W * 4)));
 typedef int32_t Ints __attribute__((vector_size(W * 4)));
+typedef uint32_t Words __attribute__((vector_size(W * 4)));
+typedef uint16_t Shorts __attribute__((vector_size(W * 2)));
 
 inline Vec load(const float* p) {
   Vec v;
@@ -96,8 +99,6 @@ inline Ints counting() {
   return i;
 }
 
-typedef uint32_t Words __attribute__((vector_size(W * 4)));
-
 inline Ints bits(Vec v) { return reinterpret_cast<Ints>(v); }
 inline Vec from_bits(Ints i) { return reinterpret_cast<Vec>(i); }
 inline Words words(Vec v) { return reinterpret_cast<Words>(v); }
@@ -140,112 +141,136 @@ inline T mixed(T x) {
   return x ^ (x >> 16);
 }
 
-inline float widened(uint16_t x, Kind kind) {
-  uint32_t out;
-  if (kind == BFLOAT16) {
-    out = static_cast<uint32_t>(x) << 16;
-  } else {  // float16: shift into place and let a product correct the exponent, subnormal numbers included
-    const uint32_t magnitude = static_cast<uint32_t>(x & 0x7fff) << 13;
-    float scaled;
-    std::memcpy(&scaled, &magnitude, 4);
-    scaled *= 5.192296858534828e33f;  // 2^112
-    std::memcpy(&out, &scaled, 4);
-    if (magnitude >= 0x0f800000u) out |= 0x7f800000u;  // infinity, NaN
-    out |= static_cast<uint32_t>(x & 0x8000) << 16;
-  }
-  float value;
-  std::memcpy(&value, &out, 4);
-  return value;
+// Numbers of 16 bits as floats.
+inline Vec widened(Shorts numbers, Kind kind) {
+  const Words x = __builtin_convertvector(numbers, Words);
+  if (kind == BFLOAT16) return from_bits(from_words(x << 16));
+  const Words magnitude = (x & 0x7fffu) << 13;  // shifted into place, and a product corrects the exponent
+  const Words size = words(from_bits(from_words(magnitude)) * 5.192296858534828e33f);  // 2^112
+  const Words top = magnitude >= 0x0f800000u ? Words{} + 0x7f800000u : Words{};         // infinity, NaN
+  return from_bits(from_words(size | top | (x & 0x8000u) << 16));
 }
 
-inline uint16_t narrowed(float value, Kind kind) {
-  uint32_t x;
-  std::memcpy(&x, &value, 4);
+// To nearest, ties to even.
+inline Shorts narrowed(Vec numbers, Kind kind) {
+  const Words x = words(numbers), size = x & 0x7fffffffu, nan = Words{} + (kind == BFLOAT16 ? 0x7fc0u : 0x7e00u);
+  Words out;
   if (kind == BFLOAT16) {
-    if ((x & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
-    return static_cast<uint16_t>((x + 0x7fffu + ((x >> 16) & 1)) >> 16);  // to nearest, ties to even
+    out = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
+  } else {
+    const Words small = words(from_bits(from_words(size)) + 0.5f) - 0x3f000000u;  // rounds to multiples of 2^-24
+    out = size < 0x38800000u ? small : (size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13;
+    out = (size < 0x477ff000u ? out : Words{} + 0x7c00u) | ((x >> 16) & 0x8000u);  // the others round to infinity
   }
-  const uint32_t sign = (x >> 16) & 0x8000u, size = x & 0x7fffffffu;
-  if (size > 0x7f800000u) return 0x7e00;
-  if (size >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to infinity
-  if (size < 0x38800000u) {  // subnormal: adding 1/2 rounds to multiples of 2^-24
-    float y;
-    std::memcpy(&y, &size, 4);
-    y += 0.5f;
-    uint32_t z;
-    std::memcpy(&z, &y, 4);
-    return static_cast<uint16_t>(sign | (z - 0x3f000000u));
-  }
-  return static_cast<uint16_t>(sign | ((size - 0x38000000u + 0xfffu + ((size >> 13) & 1)) >> 13));
+  return __builtin_convertvector(size > 0x7f800000u ? nan : out, Shorts);
 }
 
-// Copies n numbers of a token, times factor, as floats; zeros fill the row up to `padded`.
+// Copies n numbers of a token, times factor, as floats; zeros fill the row up to `padded`, in whole vectors.
 inline void read_row(const Tokens& x, int64_t offset, int64_t n, int64_t padded, float factor, float* to) {
+  int64_t i = 0;
   if (x.kind == FLOAT32) {
     const float* from = static_cast<const float*>(x.data) + offset;
-    int64_t i = 0;
     for (; i + W <= n; i += W) store(to + i, load(from + i) * factor);
     for (; i < n; ++i) to[i] = from[i] * factor;
   } else {
     const uint16_t* from = static_cast<const uint16_t*>(x.data) + offset;
-    if (x.kind == BFLOAT16)
-      for (int64_t i = 0; i < n; ++i) to[i] = widened(from[i], BFLOAT16) * factor;
-    else
-      for (int64_t i = 0; i < n; ++i) to[i] = widened(from[i], FLOAT16) * factor;
+    for (; i < n; i += W) {
+      Shorts numbers = {};
+      if (i + W <= n) std::memcpy(&numbers, from + i, sizeof numbers);
+      else std::memcpy(&numbers, from + i, static_cast<size_t>(n - i) * 2);
+      store(to + i, widened(numbers, x.kind) * factor);
+    }
   }
-  for (int64_t i = n; i < padded; ++i) to[i] = 0.0f;
+  for (i = n; i < padded; ++i) to[i] = 0.0f;
 }
 
 // Whether rows of tokens are whole vectors of float32, which are read and written where they are.
 inline bool whole_vectors(const Tokens& x, int64_t n) { return x.kind == FLOAT32 && n % W == 0; }
 
+// Writes n numbers of a row of whole vectors, times factor, as those of a token.
 inline void write_row(const Tokens& x, int64_t offset, int64_t n, float factor, const float* from) {
+  int64_t i = 0;
   if (x.kind == FLOAT32) {
     float* to = static_cast<float*>(x.data) + offset;
-    int64_t i = 0;
     for (; i + W <= n; i += W) store(to + i, load(from + i) * factor);
     for (; i < n; ++i) to[i] = from[i] * factor;
     return;
   }
   uint16_t* to = static_cast<uint16_t*>(x.data) + offset;
-  if (x.kind == BFLOAT16)
-    for (int64_t i = 0; i < n; ++i) to[i] = narrowed(from[i] * factor, BFLOAT16);
-  else
-    for (int64_t i = 0; i < n; ++i) to[i] = narrowed(from[i] * factor, FLOAT16);
+  for (; i < n; i += W) {
+    const Shorts numbers = narrowed(load(from + i) * factor, x.kind);
+    if (i + W <= n) std::memcpy(to + i, &numbers, sizeof numbers);
+    else std::memcpy(to + i, &numbers, static_cast<size_t>(n - i) * 2);
+  }
 }
 
 inline int64_t whole(int64_t n, int64_t size) { return (n + size - 1) / size * size; }
 
-// Memory of one thread that is kept between calls, so that its pages are not faulted in anew. A buffer is asked for
-// with its size once a call; under a sanitizer each has an allocation of its own, whose ends are watched.
+// n numbers of whole vectors.
+inline void clear(float* x, int64_t n) { std::memset(x, 0, static_cast<size_t>(n) * 4); }
+inline void add_row(float* to, const float* from, int64_t n, float factor = 1.0f) {
+  for (int64_t e = 0; e < n; e += W) store(to + e, load(to + e) + load(from + e) * factor);
+}
+inline void scale_row(float* to, int64_t n, float factor) {
+  for (int64_t e = 0; e < n; e += W) store(to + e, load(to + e) * factor);
+}
+inline float product_of_rows(const float* a, const float* b, int64_t n) {
+  Vec total = {};
+  for (int64_t e = 0; e < n; e += W) total += load(a + e) * load(b + e);
+  return sum(total);
+}
+
+// Memory that is kept, and replaced where more is asked for; under a sanitizer it has just the size that was asked for.
 class Buffer {
  public:
   Buffer() = default;
   Buffer(const Buffer&) = delete;
   ~Buffer() { std::free(memory_); }
-  float* floats(int64_t n) { return static_cast<float*>(bytes(n * 4)); }
-  int32_t* ints(int64_t n) { return static_cast<int32_t*>(bytes(n * 4)); }
   void* bytes(int64_t n) {
 #ifdef FAST_ATTENTION_SANITIZE
     const bool fits = n == size_;
 #else
     const bool fits = n <= size_;
 #endif
-    if (!fits) {
-      std::free(memory_);
-      size_ = n;
-      memory_ = std::aligned_alloc(64, static_cast<size_t>(whole(n > 0 ? n : 1, 64)));
-      if (memory_ == nullptr) {
-        size_ = 0;
-        throw std::bad_alloc();
-      }
-    }
+    if (fits) return memory_;
+    std::free(memory_);
+    size_ = 0;
+    memory_ = std::aligned_alloc(64, static_cast<size_t>(whole(n > 0 ? n : 1, 64)));
+    if (memory_ == nullptr) throw std::bad_alloc();
+    size_ = n;
     return memory_;
   }
 
  private:
   void* memory_ = nullptr;
-  int64_t size_ = 0;
+  int64_t size_ = -1;
+};
+
+// Memory of a function or an object while it lives, of buffers that a thread keeps between calls, so that pages are not
+// faulted in anew. Of frames that stand one in another the inner one gives out and ends first.
+class Frame {
+ public:
+  Frame() : memory_(of_thread()), first_(memory_.used) {}
+  Frame(const Frame&) = delete;
+  ~Frame() { memory_.used = first_; }
+  float* floats(int64_t n) { return static_cast<float*>(bytes(n * 4)); }
+  int32_t* ints(int64_t n) { return static_cast<int32_t*>(bytes(n * 4)); }
+  void* bytes(int64_t n) {
+    if (memory_.used == memory_.buffers.size()) memory_.buffers.emplace_back();
+    return memory_.buffers[memory_.used++].bytes(n);
+  }
+
+ private:
+  struct Memory {
+    std::deque<Buffer> buffers;
+    size_t used = 0;
+  };
+  static Memory& of_thread() {
+    static thread_local Memory memory;
+    return memory;
+  }
+  Memory& memory_;
+  const size_t first_;
 };
 
 }  // namespace FAST_ATTENTION_NAMESPACE
