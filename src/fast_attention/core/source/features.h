@@ -396,9 +396,12 @@ class FeatureWork {
 
   // z += the sum of rows, times weights if there are any
   void add_rows(const float* rows, const float* weights, int64_t n, float* to) const {
+    const float one = 1.0f;
+    const int64_t next = weights == nullptr ? 0 : 1;
     for (int64_t e = 0; e < columns; e += W) {
       Vec total = {};
-      for (int64_t i = 0; i < n; ++i) total += load(rows + i * line + e) * (weights == nullptr ? 1.0f : weights[i]);
+      const float* weight = weights == nullptr ? &one : weights;
+      for (int64_t i = 0; i < n; ++i, weight += next) total += load(rows + i * line + e) * *weight;
       store(to + e, load(to + e) + total);
     }
   }
