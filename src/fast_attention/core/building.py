@@ -39,7 +39,7 @@ COMMON = [
     "-Wno-psabi",
 ]
 # Loops that are worth it are vectors already, and products are called, not inlined: both make the file a third smaller.
-FAST = ["-O2", "--param", "inline-unit-growth=10", "-DNDEBUG"]
+FAST = ["-O2", "-ftree-vectorize", "-fvect-cost-model=very-cheap", "--param", "inline-unit-growth=10", "-DNDEBUG"]
 SMALL = ["-Os", "-DNDEBUG"]  # what no call spends its time in
 SANITIZED = ["-O2", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 SANITIZED += ["-DFAST_ATTENTION_SANITIZE"]  # every piece of memory is an allocation of just its size

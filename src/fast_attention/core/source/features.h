@@ -19,7 +19,8 @@ namespace fast_attention {
 namespace FAST_ATTENTION_NAMESPACE {
 
 constexpr int64_t STEP = 32;         // tokens that meet pair by pair
-constexpr int64_t MANY = 60;         // tokens at once that do not: whole micro-kernels, at most 2 STEP
+constexpr int64_t AT_ONCE = 64;      // tokens that do not, of a product
+constexpr int64_t MANY = 60;         // the same in whole micro-kernels
 constexpr float SLACK = 57.0f;       // how far a key may be above a step's scales: 2^57, about e^40
 constexpr float LOWEST = -1e30f;     // the scale before the first key
 constexpr float LARGEST = 1e13f;     // of a coordinate: half of its square is a number above LOWEST
@@ -94,7 +95,7 @@ class FeatureWork {
         exponential(call.map == EXPONENTIAL), random(call.map >= EXPONENTIAL), scaled(random || call.fading > 0),
         columns(whole(call.features, W)), line(whole(call.features, 32)), value_row(whole(call.values, 32)),
         width_row(whole(call.width, 32)), row_line(whole(call.rows, 32)), sum_numbers(line * value_row + line) {
-    const int64_t rows = 2 * STEP;
+    const int64_t rows = AT_ONCE;
     tokens = m.floats(rows * width_row), d_tokens = m.floats(rows * (random ? width_row : line));
     row = m.floats(width_row + value_row + line), value_memory = m.floats(rows * value_row);
     sums = sums_at(m.floats(state_numbers(c.features, c.values)), c.features, c.values);
@@ -350,16 +351,13 @@ class FeatureWork {
   }
 
   // Rows of values of keys, zeros for hidden ones.
-  const float* values(int64_t first, int64_t n, int64_t& distance) const {
-    if (whole_vectors(c.v, c.values) && (c.key_mask == nullptr || std::memchr(mask() + first, 0, static_cast<size_t>(n)) == nullptr)) {
-      distance = c.v.row;
-      return static_cast<const float*>(c.v.data) + at(c.v, first);
-    }
-    distance = value_row;
+  Rows values(int64_t first, int64_t n) const {
+    const bool hides = c.key_mask != nullptr && std::memchr(mask() + first, 0, static_cast<size_t>(n)) != nullptr;
+    if (whole_vectors(c.v, c.values) && !hides) return {static_cast<float*>(c.v.data) + at(c.v, first), c.v.row};
     for (int64_t i = 0; i < n; ++i)
       if (hidden(first + i)) clear(value_memory + i * value_row, value_row);
       else read_row(c.v, at(c.v, first + i), c.values, value_row, 1.0f, value_memory + i * value_row);
-    return value_memory;
+    return {value_memory, value_row};
   }
 
   // Writes a row times a factor; gives where its numbers are not finite.
@@ -377,9 +375,8 @@ class FeatureWork {
   }
 
   // S = or += K^T V, z += sum of K, times weights if there are any: of n rows of features, and of values or numerators.
-  void add_to_sums(const float* rows, const float* weights, const float* v, int64_t distance, int64_t n,
-                   const FeatureSums& to, bool add = true) const {
-    panel_product(c.features, c.values, n, rows, 1, line, v, distance, PANEL, to.kv, PANEL, line * PANEL, add);
+  void add_to_sums(const float* rows, const float* weights, Rows v, int64_t n, const FeatureSums& to, bool add = true) const {
+    panel_product(c.features, c.values, n, rows, 1, line, v.data, v.distance, PANEL, to.kv, PANEL, line * PANEL, add);
     add_rows(rows, weights, n, to.z);
   }
 
@@ -408,9 +405,8 @@ class FeatureWork {
 
   // C = A S^T + weights z^T, gradients of features: of values or numerators A, with turned sums; weights are 1 if there are
   // none.
-  void to_features(const float* A, int64_t distance, int64_t n, const float* turned, const float* z, const float* weights,
-                   float* to) const {
-    panel_product(n, c.features, c.values, A, distance, 1, turned, PANEL, value_row * PANEL, to, line, PANEL, false);
+  void to_features(Rows A, int64_t n, const float* turned, const float* z, const float* weights, float* to) const {
+    panel_product(n, c.features, c.values, A.data, A.distance, 1, turned, PANEL, value_row * PANEL, to, line, PANEL, false);
     for (int64_t r = 0; r < n; ++r) add_row(to + r * line, z, columns, weights == nullptr ? 1.0f : weights[r]);
   }
 
@@ -420,21 +416,18 @@ class FeatureWork {
   }
 
   // Products of keys of a step as columns, in panels of (numbers, PANEL); rows before a panel's keys see none of them.
-  void triangle(const float* rows, int64_t row_distance, const float* keys, int64_t key_distance, int64_t numbers, int64_t n,
-                float* panel, float* to) const {
+  void triangle(Rows rows, Rows keys, int64_t numbers, int64_t n, float* panel, float* to) const {
     for (int64_t p = 0; p < n; p += PANEL) {
-      pack_panel({const_cast<float*>(keys), 0, 0, key_distance, FLOAT32}, p * key_distance, n - p, numbers, row, panel);
+      pack_panel({keys.data, 0, 0, keys.distance, FLOAT32}, p * keys.distance, n - p, numbers, row, panel);
       const int64_t first = p / ROWS * ROWS;
-      column_panel<2>(n - first, numbers, rows + first * row_distance, row_distance, 1, panel, PANEL, to + first * STEP + p,
-                      STEP, false);
+      column_panel<2>(n - first, numbers, rows[first], rows.distance, 1, panel, PANEL, to + first * STEP + p, STEP, false);
     }
   }
 
   // C += the triangle's rows times rows of keys
-  void add_triangle(const float* pairs, const float* rows, int64_t distance, int64_t numbers, int64_t n, float* to,
-                    int64_t to_row) const {
+  void add_triangle(const float* pairs, Rows rows, int64_t numbers, int64_t n, Rows to) const {
     in_steps({0, n}, ROWS, [&](int64_t r, int64_t count) {
-      product(count, whole(numbers, W), r + count, pairs + r * STEP, STEP, 1, rows, distance, to + r * to_row, to_row, true);
+      product(count, whole(numbers, W), r + count, pairs + r * STEP, STEP, 1, rows.data, rows.distance, to[r], to.distance, true);
     });
   }
 
@@ -478,7 +471,7 @@ class FeatureWork {
       return;
     }
     read_tokens(x, first, n, keys);
-    float all_features[2 * STEP];
+    float all_features[AT_ONCE];
     for (int64_t i = 0; i < n; ++i) {
       float* slope = d_features + i * line;
       const float* feature = features + i * line;
@@ -501,8 +494,10 @@ class FeatureWork {
     for (int64_t i = 0; i < n; ++i) {
       float *dx = d_tokens + i * width_row, *token = tokens + i * width_row;
       if (keys || c.normed) add_row(dx, token, width_row, all_features[i]);
-      for (int64_t e = 0; e < c.width; ++e)  // slope 0 beyond the bound
-        if (std::fabs(token[e]) >= LARGEST * factor) dx[e] = 0.0f;
+      for (int64_t e = 0; e < width_row; e += W) {  // slope 0 beyond the bound
+        const Vec number = load(token + e), size = number < 0.0f ? -number : number;
+        store(dx + e, size >= LARGEST * factor ? Vec{} : load(dx + e));
+      }
       write_row(to, at(to, first + i), c.width, factor, dx);
     }
   }
@@ -511,10 +506,8 @@ class FeatureWork {
   // turned panels.
   void key_gradients(const FeaturesGradients& d, int64_t first, int64_t n, const float* scale, const FeatureSums& d_sums,
                      const float* turned, float* keys, float* d_features, float* d_values, float* d_rows, float* d_bias) {
-    int64_t distance;
     keys_over(first, n, scale, keys);
-    const float* v = values(first, n, distance);
-    to_features(v, distance, n, turned, d_sums.z, nullptr, d_features);
+    to_features(values(first, n), n, turned, d_sums.z, nullptr, d_features);
     to_values(keys, n, d_sums.kv, d_values);
     write_values(d.dv, first, n, d_values);
     write_gradients(c.k, first, n, true, keys, d_features, d.dk, d_rows, d_bias);
@@ -620,7 +613,12 @@ class Totals {
   }
 
   void write(const FeatureSums& to) const {
-    for (int64_t i = 0; i < w.sum_numbers; ++i) to.kv[i] = static_cast<float>(kv[i]);
+    typedef double Doubles __attribute__((vector_size(W * 8)));
+    for (int64_t i = 0; i < w.sum_numbers; i += W) {
+      Doubles numbers;
+      std::memcpy(&numbers, kv + i, sizeof numbers);
+      store(to.kv + i, __builtin_convertvector(numbers, Vec));
+    }
     w.copy_row(to.scale, scale);
   }
 
@@ -682,15 +680,13 @@ class SectionWork : public FeatureWork {
   FeatureSums gradients_after(const FeaturesGradients& d, int64_t t) const { return slot_of(d.states, cut.queries + 1, t); }
 
   void sum_keys(int64_t s) {
-    float* keys = m.floats(2 * STEP * line);
+    float* keys = m.floats(AT_ONCE * line);
     sums = sums_before(s);
     begin_sums(sums);
     begin_decays(cut.of_keys(s));
     in_steps(cut.of_keys(s), MANY, [&](int64_t j, int64_t n) {
-      int64_t distance;
       keys_of_sums(j, n, keys);
-      const float* v = values(j, n, distance);
-      add_to_sums(keys, nullptr, v, distance, n, sums);
+      add_to_sums(keys, nullptr, values(j, n), n, sums);
     });
   }
 
@@ -711,16 +707,15 @@ class SectionWork : public FeatureWork {
 
   // The outputs of a section; whether all are finite. `whole`: takes the section's keys, which no pass before summed.
   bool read(int64_t section, Totals* whole = nullptr) {
-    float *queries = m.floats(2 * STEP * line), *out = m.floats(2 * STEP * value_row), *parts = m.floats(2 * STEP * W);
+    float *queries = m.floats(AT_ONCE * line), *out = m.floats(AT_ONCE * value_row), *parts = m.floats(AT_ONCE * W);
     float *keys = nullptr, *panel = nullptr, *pairs = nullptr, *scale = nullptr;
-    int64_t distance = 0;
     const Span span = cut.of_queries(section);
     if (c.causal) {
       copy(sums_read(section), sums);
       if (whole != nullptr) sum_apart();
       if (scaled) copy_row(top, sums.scale);
       begin_decays(span);
-      keys = m.floats(2 * STEP * line), panel = m.floats(PANEL * line), pairs = m.floats(STEP * STEP);
+      keys = m.floats(AT_ONCE * line), panel = m.floats(PANEL * line), pairs = m.floats(STEP * STEP);
       clear(scale = m.floats(line), line);
     } else {
       sums = sums_read(section);
@@ -738,7 +733,7 @@ class SectionWork : public FeatureWork {
         store(parts + r * W, total);
       }
       if (c.causal) {
-        triangle(queries, line, keys, line, c.features, n, panel, pairs);
+        triangle({queries, line}, {keys, line}, c.features, n, panel, pairs);
         for (int64_t r = 0; r < n; ++r) {
           Vec total = load(parts + r * W);
           for (int64_t j = 0; j < STEP; j += W) {
@@ -748,10 +743,9 @@ class SectionWork : public FeatureWork {
           }
           store(parts + r * W, total);
         }
-        const float* v = values(i + cut.leading_keys, n, distance);
-        add_triangle(pairs, v, distance, c.values, n, out, value_row);
-        if (i + n < span.end || whole != nullptr)
-          add_to_sums(keys, nullptr, v, distance, n, whole == nullptr ? sums : added);
+        const Rows v = values(i + cut.leading_keys, n);
+        add_triangle(pairs, v, c.values, n, {out, value_row});
+        if (i + n < span.end || whole != nullptr) add_to_sums(keys, nullptr, v, n, whole == nullptr ? sums : added);
         if (whole != nullptr) join_sums();
       }
       for (int64_t r = 0; r < n; r += W) {  // the sums of the rows of W x W numbers, side by side
@@ -784,19 +778,19 @@ class SectionWork : public FeatureWork {
   // Gradients of the sums that a section of queries reads, in the scales before it; where all queries read the same sums,
   // the queries' own gradients as well.
   void sum_gradients(const FeaturesGradients& d, int64_t section) {
-    const int64_t most = 2 * STEP, slots = cut.queries + cut.keys;
-    float *queries = m.floats(most * line), *grad = m.floats(most * value_row), *d_denominators = m.floats(most),
-          *d_features = m.floats(most * line), *turned = m.floats(line * value_row);
+    const int64_t slots = cut.queries + cut.keys;
+    float *queries = m.floats(AT_ONCE * line), *grad = m.floats(AT_ONCE * value_row), *d_denominators = m.floats(AT_ONCE),
+          *d_features = m.floats(AT_ONCE * line), *turned = m.floats(line * value_row);
     const FeatureSums read = sums_read(section), d_sums = gradients_after(d, section);
     begin_sums(d_sums);
     if (!c.causal) turn_panels(read.kv, line, value_row, turned);
     begin_decays(cut.of_queries(section));
-    in_steps(cut.of_queries(section), most, [&](int64_t i, int64_t n) {
+    in_steps(cut.of_queries(section), AT_ONCE, [&](int64_t i, int64_t n) {
       this->queries(i, n, read.scale, true, queries);
       quotients(d, i, n, grad, d_denominators);
-      add_to_sums(queries, d_denominators, grad, value_row, n, d_sums);
+      add_to_sums(queries, d_denominators, {grad, value_row}, n, d_sums);
       if (c.causal) return;
-      to_features(grad, value_row, n, turned, read.z, d_denominators, d_features);
+      to_features({grad, value_row}, n, turned, read.z, d_denominators, d_features);
       write_gradients(c.q, i, n, false, queries, d_features, d.dq, rows_of(d.d_query_rows, cut.queries, section),
                       bias_of(d.d_bias, slots, section));
     });
@@ -844,12 +838,11 @@ class SectionWork : public FeatureWork {
 
   // Gradients of a section of keys that all queries see.
   void leading_gradients(const FeaturesGradients& d, int64_t s) {
-    const int64_t most = 2 * STEP;
     const FeatureSums d_sums = gradients_after(d, 0);
-    float *keys = m.floats(most * line), *d_features = m.floats(most * line), *d_values = m.floats(most * value_row),
+    float *keys = m.floats(AT_ONCE * line), *d_features = m.floats(AT_ONCE * line), *d_values = m.floats(AT_ONCE * value_row),
           *turned = m.floats(line * value_row);
     turn_panels(d_sums.kv, line, value_row, turned);
-    in_steps(cut.of_keys(s), most, [&](int64_t j, int64_t n) {
+    in_steps(cut.of_keys(s), AT_ONCE, [&](int64_t j, int64_t n) {
       key_gradients(d, j, n, d_sums.scale, d_sums, turned, keys, d_features, d_values, rows_of(d.d_key_rows, cut.keys, s),
                     bias_of(d.d_bias, cut.queries + cut.keys, cut.queries + s));
     });
@@ -874,7 +867,7 @@ class SectionWork : public FeatureWork {
       int64_t i, n;
       float *scale, *queries, *keys, *grad, *d_denominators, *d_pairs;
     };
-    int64_t distance, count = 0;
+    int64_t count = 0;
     Step steps[SECTION];
     for (int64_t i = span.first; i < span.end;) {
       const int64_t at = i - span.first;
@@ -884,19 +877,19 @@ class SectionWork : public FeatureWork {
       if (scaled) rescale_turned(s.scale, turned);
       this->queries(i, s.n, s.scale, true, s.queries);
       quotients(d, i, s.n, s.grad, s.d_denominators);
-      to_features(s.grad, value_row, s.n, turned, sums.z, s.d_denominators, d_features);
-      const float* v = values(i + cut.leading_keys, s.n, distance);
-      triangle(s.grad, value_row, v, distance, c.values, s.n, panel, s.d_pairs);
+      to_features({s.grad, value_row}, s.n, turned, sums.z, s.d_denominators, d_features);
+      const Rows v = values(i + cut.leading_keys, s.n);
+      triangle({s.grad, value_row}, v, c.values, s.n, panel, s.d_pairs);
       for (int64_t r = 0; r < s.n; ++r)
         for (int64_t j = 0; j < STEP; j += W)
           store(s.d_pairs + r * STEP + j, columns_up_to(load(s.d_pairs + r * STEP + j) + s.d_denominators[r], r - j));
-      add_triangle(s.d_pairs, s.keys, line, c.features, s.n, d_features, line);
+      add_triangle(s.d_pairs, {s.keys, line}, c.features, s.n, {d_features, line});
       write_gradients(c.q, i, s.n, false, s.queries, d_features, d.dq, rows_of(d.d_query_rows, cut.queries, section),
                       bias_of(d.d_bias, slots, section), d.d_decay, s.scale);
       i += s.n;
       steps[count++] = s;
       if (i == span.end) break;
-      panel_product(c.values, c.features, s.n, v, 1, distance, s.keys, line, PANEL, turned, PANEL, value_row * PANEL, true);
+      panel_product(c.values, c.features, s.n, v.data, 1, v.distance, s.keys, line, PANEL, turned, PANEL, value_row * PANEL, true);
       add_rows(s.keys, nullptr, s.n, sums.z);
     }
     copy(gradients_after(d, section + 1), sums);
@@ -907,10 +900,9 @@ class SectionWork : public FeatureWork {
       const int64_t first_key = s.i + cut.leading_keys;
       if (scaled) rescale(s.scale, true);
       turn_panels(sums.kv, line, value_row, turned);
-      const float* v = values(first_key, s.n, distance);
-      to_features(v, distance, s.n, turned, sums.z, nullptr, d_features);
+      to_features(values(first_key, s.n), s.n, turned, sums.z, nullptr, d_features);
       product(s.n, columns, s.n, s.d_pairs, 1, STEP, s.queries, line, d_features, line, true);
-      triangle(s.queries, line, s.keys, line, c.features, s.n, panel, pairs);
+      triangle({s.queries, line}, {s.keys, line}, c.features, s.n, panel, pairs);
       for (int64_t r = 0; r < s.n; ++r)
         for (int64_t j = 0; j < STEP; j += W) store(pairs + r * STEP + j, columns_up_to(load(pairs + r * STEP + j), r - j));
       to_values(s.keys, s.n, sums.kv, d_values);
@@ -918,7 +910,7 @@ class SectionWork : public FeatureWork {
       write_values(d.dv, first_key, s.n, d_values);
       write_gradients(c.k, first_key, s.n, true, s.keys, d_features, d.dk, rows_of(d.d_key_rows, cut.keys, key_section),
                       bias_of(d.d_bias, slots, cut.queries + key_section), d.d_decay, s.scale);
-      if (count > 0) add_to_sums(s.queries, s.d_denominators, s.grad, value_row, s.n, sums);
+      if (count > 0) add_to_sums(s.queries, s.d_denominators, {s.grad, value_row}, s.n, sums);
     }
   }
 

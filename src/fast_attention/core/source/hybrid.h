@@ -13,8 +13,6 @@
 namespace fast_attention {
 namespace FAST_ATTENTION_NAMESPACE {
 
-constexpr int64_t AT_ONCE = 2 * STEP;  // queries or keys of a product
-
 // One head of a call.
 class HybridWork {
  public:
@@ -39,7 +37,7 @@ class HybridWork {
 
   // The queries, and the keys, of a block.
   Span queries_of(int64_t t) const {
-    const int64_t first = (c.first_block() + t) * c.block - c.behind();
+    const int64_t first = (c.first_block() + t) * c.block - c.first_position();
     return {std::max<int64_t>(first, 0), std::min(first + c.block, f.length)};
   }
   Span keys_of(int64_t n) const { return span_of({0, f.keys}, c.block, n); }
@@ -75,10 +73,8 @@ class HybridWork {
     float* keys = w.m.floats(AT_ONCE * w.line);
     const Span span = keys_of(n);
     in_steps(span, AT_ONCE, [&](int64_t j, int64_t number) {
-      int64_t distance;
       w.keys_of_sums(j, number, keys);
-      const float* values = w.values(j, number, distance);
-      w.add_to_sums(keys, nullptr, values, distance, number, w.sums, j > span.first);
+      w.add_to_sums(keys, nullptr, w.values(j, number), number, w.sums, j > span.first);
     });
   }
 
@@ -135,15 +131,15 @@ class HybridWork {
   // tokens have not, none does.
   void find_near_ends(int64_t t) {
     for (int64_t s = 0; s < c.end_count; ++s) {
-      const int64_t apart = ends[s] / c.block - (c.first_block() + t);
-      near_ends[s] = ends[s] >= f.keys || (c.near.numbers == nullptr && apart >= -c.before && (c.causal || apart <= c.after));
+      const int64_t distance = ends[s] / c.block - (c.first_block() + t);
+      near_ends[s] = ends[s] >= f.keys || (c.near.numbers == nullptr && distance >= -c.before && (c.causal || distance <= c.after));
     }
   }
 
   // A query in units of log 2, and its scores of sink tokens: minus infinity for those that come later or are near.
   void read_token(int64_t i) { read_row(f.q, w.at(f.q, i), f.width, width_row, c.near.scale * LOG2E, token); }
   float score(int64_t i, int64_t s) const {
-    if (near_ends[s] || (c.causal && ends[s] > i + c.behind())) return NOTHING;
+    if (near_ends[s] || (c.causal && ends[s] > i + c.first_position())) return NOTHING;
     return product_of_rows(token, end_keys + s * width_row, width_row);
   }
 
@@ -237,9 +233,8 @@ class HybridWork {
             store(weighted + r * value_row + e, weight == 0.0f ? Vec{} : load(grad + e) * weight);
         }
         w.queries(i, n, x.scale, true, queries);
-        if (back.reads(t))
-          w.add_to_sums(queries, d_denominators, weighted, value_row, n, d_sums, i > span.first);
-        w.to_features(weighted, value_row, n, turned, x.z, d_denominators, d_features);
+        if (back.reads(t)) w.add_to_sums(queries, d_denominators, {weighted, value_row}, n, d_sums, i > span.first);
+        w.to_features({weighted, value_row}, n, turned, x.z, d_denominators, d_features);
         w.write_gradients(f.q, i, n, false, queries, d_features, d.far.dq, w.rows_of(d.far.d_query_rows, cut.sections(), section),
                           w.bias_of(d.far.d_bias, slots, section));
         for (int64_t r = 0; r < n; ++r) end_gradients(d, i + r, gradients + r * value_row, inner[r], d_ends);

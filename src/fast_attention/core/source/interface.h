@@ -131,19 +131,21 @@ struct HybridCall {
   const int64_t* ends;  // (batch, heads, end_count): positions of sink tokens; there is none from `keys` on
   int64_t end_count, ends_batch, ends_head;
 
-  int64_t behind() const { return near.keys - near.length; }  // the position of the first query
-  int64_t first_block() const { return behind() >= 0 ? behind() / block : -((block - 1 - behind()) / block); }
+  int64_t first_position() const { return near.keys - near.length; }  // of a query
+  int64_t first_block() const {  // of a query, rounded down
+    return first_position() >= 0 ? first_position() / block : -((block - 1 - first_position()) / block);
+  }
   int64_t key_blocks() const { return (near.keys + block - 1) / block; }
   int64_t query_blocks() const { return (near.keys - 1) / block - first_block() + 1; }
-  int64_t together() const { return block > 128 ? 1 : block < 32 ? 8 : 256 / block; }
+  int64_t readers_together() const { return block > 128 ? 1 : block < 32 ? 8 : 256 / block; }
   // What blocks of queries read of keys, and the gradients that blocks of keys read of queries.
   Outside of_queries() const {
     const int64_t b = first_block(), never = INT64_MAX / 2;
-    return {key_blocks(), query_blocks(), b - before, causal ? never : b + after + 1, together()};
+    return {key_blocks(), query_blocks(), b - before, causal ? never : b + after + 1, readers_together()};
   }
   Outside of_keys() const {
     const int64_t b = first_block(), never = INT64_MIN / 2;
-    return {query_blocks(), key_blocks(), causal ? never : -b - after, before - b + 1, together()};
+    return {query_blocks(), key_blocks(), causal ? never : -b - after, before - b + 1, readers_together()};
   }
 };
 

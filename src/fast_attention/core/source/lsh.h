@@ -19,8 +19,7 @@ constexpr int64_t HASHED_SHORT = 192;      // tokens up to which all pairs cost 
 constexpr int64_t HASHED_SEGMENT = 4096;   // queries of one item of work
 constexpr int64_t HASHING_SEGMENT = 512;   // tokens that are hashed as one item of work
 constexpr int32_t HIDDEN = -5;             // as the code of a key it meets no query: those have -1 or 2 and more
-constexpr float IN_RANGE = 46.0f;          // scores up to this need no maximum: 2^-92 is far above the smallest float
-constexpr float UNSEEN = -INFINITE;
+constexpr float SMALL_SCORE = 46.0f;          // scores up to this need no maximum: 2^-92 is far above the smallest float
 constexpr int64_t PREFETCHED = 12;         // rows ahead that are asked for
 
 inline Ints load(const int32_t* p) {
@@ -159,11 +158,11 @@ class HashedWork {
   int64_t place(const Tokens& x, int64_t i) const { return batch * x.batch + head * x.head + i * x.row; }
 
   // Rows of sums: those of the tensor where they are whole vectors, else of a buffer; zeros at first.
-  float* sums_of(const Tokens& x, int64_t n, Span span, int64_t& distance) {
-    const bool direct = whole_vectors(x, n);
-    distance = direct ? x.row : whole(n, W);
-    float* sums = direct ? static_cast<float*>(x.data) + place(x, span.first) : m.floats((span.end - span.first) * distance);
-    for (int64_t i = 0; i < span.end - span.first; ++i) clear(sums + i * distance, whole(n, W));
+  Rows sums_of(const Tokens& x, int64_t n, Span span) {
+    Rows sums{nullptr, whole(n, W)};
+    if (whole_vectors(x, n)) sums = {static_cast<float*>(x.data) + place(x, span.first), x.row};
+    else sums.data = m.floats((span.end - span.first) * sums.distance);
+    for (int64_t i = 0; i < span.end - span.first; ++i) clear(sums[i], whole(n, W));
     return sums;
   }
 
@@ -292,19 +291,19 @@ class HashedWork {
     Vec counted(int64_t j, Vec score) const {
       Words least = ~Words{};
       for (int64_t r = 0; r < compared; ++r) {
-        const Words apart = reinterpret_cast<Words>(all(query[r]) - load(keys + r * HASHED_KEYS + j));
-        least = apart < least ? apart : least;
+        const Words difference = reinterpret_cast<Words>(all(query[r]) - load(keys + r * HASHED_KEYS + j));
+        least = difference < least ? difference : least;
       }
       const Ints at = steps + all(static_cast<int32_t>(j)), met = reinterpret_cast<Ints>(least <= 1u);
-      return (at >= end) | (at == own) | (met ^ all_pairs) ? all(UNSEEN) : score;
+      return (at >= end) | (at == own) | (met ^ all_pairs) ? all(-INFINITE) : score;
     }
 
     // In how many rounds the query meets keys from j on.
     Vec meetings(int64_t j) const {
       Ints often = {};
       for (int64_t r = 0; r < compared; ++r) {
-        const Ints apart = all(query[r]) - load(keys + r * HASHED_KEYS + j);
-        often -= reinterpret_cast<Ints>(reinterpret_cast<Words>(apart) <= 1u);
+        const Ints difference = all(query[r]) - load(keys + r * HASHED_KEYS + j);
+        often -= reinterpret_cast<Ints>(reinterpret_cast<Words>(difference) <= 1u);
       }
       return __builtin_convertvector(often, Vec);
     }
@@ -336,18 +335,17 @@ class HashedWork {
 // out = sum of exp2(s - top) v / total for the queries of a span; rounds are added as they come.
 inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
   HashedWork work(c, lane, false);
-  int64_t distance;
-  float* outs = work.sums_of(c.out, c.values, span, distance);
+  const Rows outs = work.sums_of(c.out, c.values, span);
   Frame m;
   const bool repeated = work.repeated();
   const int64_t value_row = work.value_row, number = span.end - span.first;
   float *top = m.floats(number), *total = m.floats(number), *out = m.floats(HASHED_ROWS * value_row);
   float *tops = m.floats(HASHED_ROWS), *sums = m.floats(HASHED_ROWS * W);
   const float factor = std::fabs(c.scale) * LOG2E;
-  const auto small = [&](int64_t token) { return factor * work.lengths[token] <= IN_RANGE; };
+  const auto small = [&](int64_t token) { return factor * work.lengths[token] <= SMALL_SCORE; };
   for (int64_t i = 0; i < number; ++i) {
     total[i] = 0.0f;
-    top[i] = small(span.first + i) ? 0.0f : UNSEEN;
+    top[i] = small(span.first + i) ? 0.0f : -INFINITE;
   }
   work.strips(span, [&](const Strip& s) {
     const int64_t rows = s.last - s.first;
@@ -357,7 +355,7 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
       const int64_t token = work.query_tokens[i];
       all_small = all_small && small(token);
       tops[i] = top[token - span.first];
-      for (int64_t e = 0; e < value_row; e += 16) __builtin_prefetch(outs + (token - span.first) * distance + e, 1);
+      for (int64_t e = 0; e < value_row; e += 16) __builtin_prefetch(outs[token - span.first] + e, 1);
       store(sums + i * W, Vec{});
     }
     clear(out, rows * value_row);
@@ -366,12 +364,12 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
       for (int64_t i = 0; i < rows && !all_small; ++i) {  // larger scores than before: what there is shrinks
         const HashedWork::Visible visible = work.visible(s, k, i);
         const float* line = work.scores + i * HASHED_KEYS;
-        Vec most = all(UNSEEN);
+        Vec most = all(-INFINITE);
         for (int64_t j = 0, high = work.columns(s, k, i / ROWS * ROWS); j < high; j += W)
           most = larger(visible.counted(j, load(line + j)), most);
         const float before = tops[i], now = largest(most);
         if (now <= before || small(work.query_tokens[i])) continue;
-        const float shrunk = before == UNSEEN ? 0.0f : exp2(before - now);
+        const float shrunk = before == -INFINITE ? 0.0f : exp2(before - now);
         tops[i] = now;
         scale_row(sums + i * W, W, shrunk);
         scale_row(out + i * value_row, value_row, shrunk);
@@ -379,7 +377,7 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
       for (int64_t i = 0; i < rows; ++i) {  // weights in place of scores, in the first cache
         const HashedWork::Visible visible = work.visible(s, k, i);
         float* line = work.scores + i * HASHED_KEYS;
-        const Vec highest = all(tops[i] == UNSEEN ? 0.0f : tops[i]);
+        const Vec highest = all(tops[i] == -INFINITE ? 0.0f : tops[i]);
         Vec added = load(sums + i * W);
         for (int64_t j = 0, high = work.columns(s, k, i / ROWS * ROWS); j < high; j += W) {
           Vec weight = exp2(visible.counted(j, load(line + j)) - highest);
@@ -393,8 +391,8 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
     });
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t at = work.query_tokens[i] - span.first;
-      const float shrunk = tops[i] == top[at] ? 1.0f : top[at] == UNSEEN ? 0.0f : exp2(top[at] - tops[i]);
-      float *to = outs + at * distance, *from = out + i * value_row;
+      const float shrunk = tops[i] == top[at] ? 1.0f : top[at] == -INFINITE ? 0.0f : exp2(top[at] - tops[i]);
+      float *to = outs[at], *from = out + i * value_row;
       for (int64_t e = 0; e < value_row; e += W) store(to + e, load(to + e) * shrunk + load(from + e));
       total[at] = total[at] * shrunk + sum(load(sums + i * W));
       top[at] = tops[i];
@@ -406,7 +404,7 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
     logs[i] = alone ? INFINITE : top[i] + std::log2(total[i]);
     if (alone) read_row(c.v, work.place(c.v, span.first + i), c.values, c.values, 1.0f, work.row);
     write_row(c.out, work.place(c.out, span.first + i), c.values, alone ? 1.0f : 1.0f / total[i],
-              alone ? work.row : outs + i * distance);
+              alone ? work.row : outs[i]);
   }
 }
 
@@ -426,9 +424,7 @@ inline void lsh_forward(const LshCall& c, const Pool& pool) {
 // of q_j is scale a_j + (b_j - (b_j k_j) k_j) / |q_j|, and b_j k_j = sum_i dS_ij s_ij. Too short ones lose that term.
 inline void lsh_backward_head(const LshCall& c, const LshGradients& d, int64_t lane) {
   HashedWork work(c, lane, true);
-  int64_t q_distance, v_distance;
-  float* dq = work.sums_of(d.dq, c.width, {0, c.length}, q_distance);
-  float* dv = work.sums_of(d.dv, c.values, {0, c.length}, v_distance);
+  const Rows dq = work.sums_of(d.dq, c.width, {0, c.length}), dv = work.sums_of(d.dv, c.values, {0, c.length});
   Frame m;
   const bool repeated = work.repeated();
   const int64_t width_row = work.width_row, value_row = work.value_row;
@@ -441,7 +437,7 @@ inline void lsh_backward_head(const LshCall& c, const LshGradients& d, int64_t l
     read_row(d.grad_out, work.place(d.grad_out, i), c.values, value_row, 1.0f, grad);
     read_row(c.out, work.place(c.out, i), c.values, value_row, 1.0f, work.row);
     inner[i] = product_of_rows(grad, work.row, value_row), along[i] = 0.0f;
-    if (logs[i] == INFINITE) std::memcpy(dv + i * v_distance, grad, static_cast<size_t>(value_row) * 4);
+    if (logs[i] == INFINITE) std::memcpy(dv[i], grad, static_cast<size_t>(value_row) * 4);
   }
   work.strips({0, c.length}, [&](const Strip& s) {
     const int64_t rows = s.last - s.first;
@@ -474,23 +470,23 @@ inline void lsh_backward_head(const LshCall& c, const LshGradients& d, int64_t l
       product(k.number, width_row, rows, slopes, 1, HASHED_KEYS, work.queries, width_row, d_keys, width_row, false);
       for (int64_t n = 0; n < k.number; ++n) {
         const int64_t token = k.tokens[n];
-        add_row(dv + token * v_distance, d_values + n * value_row, value_row);
-        add_row(dq + token * q_distance, d_keys + n * width_row, width_row);
+        add_row(dv[token], d_values + n * value_row, value_row);
+        add_row(dq[token], d_keys + n * width_row, width_row);
         along[token] += key_along[n];
       }
     });
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t token = work.query_tokens[i];
-      add_row(dq + token * q_distance, d_queries + i * width_row, width_row, c.scale * LOG2E * work.lengths[token]);
+      add_row(dq[token], d_queries + i * width_row, width_row, c.scale * LOG2E * work.lengths[token]);
     }
   });
   for (int64_t i = 0; i < c.length; ++i) {
     const float length = work.lengths[i], cosine = length > c.shortest ? along[i] / length : 0.0f;
-    float* line = dq + i * q_distance;
+    float* line = dq[i];
     read_row(c.q, work.place(c.q, i), c.width, width_row, cosine, work.row);
     for (int64_t e = 0; e < width_row; e += W) store(line + e, load(line + e) - load(work.row + e));
     write_row(d.dq, work.place(d.dq, i), c.width, 1.0f / length, line);
-    write_row(d.dv, work.place(d.dv, i), c.values, 1.0f, dv + i * v_distance);
+    write_row(d.dv, work.place(d.dv, i), c.values, 1.0f, dv[i]);
   }
 }
 

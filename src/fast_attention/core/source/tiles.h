@@ -24,7 +24,7 @@ inline int64_t chunk_keys(int64_t width) {
   return keys < 2 * PANEL ? 2 * PANEL : keys > 512 ? 512 : keys;
 }
 
-// Keys that stand one behind another in whole panels, and the ranges in them; counted from the chunk's first key.
+// Keys that follow one another in whole panels, and the ranges in them; counted from the chunk's first key.
 struct Run {
   int64_t low, high;
   int32_t range, range_end;
@@ -50,23 +50,10 @@ inline void add_keys(const Tile& tile, const Range* ranges, int64_t& low, int64_
   }
 }
 
-// Lists that items of one thread find, whose memory is kept.
-struct Lists {
-  std::vector<Run> runs;
-  std::vector<Hull> hulls;
-  std::vector<Tile> tiles;
-  std::vector<Range> ranges;
-};
-
-inline Lists& lists() {
-  static thread_local Lists memory;
-  return memory;
-}
-
 class TileWork {
  public:
   TileWork(const TilesCall& call, const Item& item, bool backward)
-      : c(call), it(item), runs(lists().runs), hulls(lists().hulls), chunk(chunk_keys(call.width)), row0(item.row),
+      : c(call), it(item), chunk(chunk_keys(call.width)), row0(item.row),
         rows(item.row_end - item.row), group(item.head / (call.heads / call.groups)), width_row(whole(call.width, W)),
         value_row(whole(call.values, W)), score_row(chunk + PANEL), offset_row(chunk + MOST_ROWS + PANEL),
         ranges(call.ranges), sums(call.sums + ((item.batch * call.heads + item.head) * call.length + item.row) * 2) {
@@ -108,14 +95,12 @@ class TileWork {
 
   // Tiles of the queries that see the same block, their own or one that they chose, in the order of keys.
   void gather_tiles() {
-    const int64_t behind = c.keys - c.length, n = c.choice_count, blocks = (it.row_end - 1 + behind) / c.block + 1;
+    const int64_t first_position = c.keys - c.length, n = c.choice_count, blocks = (it.row_end - 1 + first_position) / c.block + 1;
     const int64_t* choices = c.choices + ((it.batch * c.heads + it.head) * c.length + row0) * n;
     int32_t *to = m.ints(rows * (n + 1)), *ends = m.ints(blocks);
-    std::vector<Tile>& tiles = lists().tiles;
-    std::vector<Range>& blocks_seen = lists().ranges;
     const auto every = [&](auto&& function) {
       for (int64_t i = 0; i < rows; ++i) {
-        const int64_t own = (row0 + i + behind) / c.block;
+        const int64_t own = (row0 + i + first_position) / c.block;
         for (int64_t r = i * n; r < (i + 1) * n; ++r)
           if (choices[r] >= 0 && choices[r] < own) function(choices[r], i);
         function(own, i);
@@ -123,10 +108,9 @@ class TileWork {
     };
     std::memset(ends, 0, static_cast<size_t>(blocks) * 4);
     every([&](int64_t b, int64_t) { ++ends[b]; });
-    tiles.clear(), blocks_seen.clear();
     for (int32_t b = 0, row = 0, end; b < blocks; ++b) {
       const int32_t first = static_cast<int32_t>(b * c.block), last = static_cast<int32_t>(std::min(first + c.block, c.keys));
-      blocks_seen.push_back({first, last, INT32_MIN, static_cast<int32_t>(behind), 0, 1});
+      blocks_seen.push_back({first, last, INT32_MIN, static_cast<int32_t>(first_position), 0, 1});
       for (end = row + ends[b], ends[b] = row; row < end; row = tiles.back().row_end)
         tiles.push_back({row, std::min(end, row + static_cast<int32_t>(MOST_ROWS)), b, b + 1});
     }
@@ -247,27 +231,21 @@ class TileWork {
     return to;
   }
 
-  // Rows of values, or of keys, that stand from the chunk's first key on, and the distance between them.
-  const float* value_rows(int64_t low_key, int64_t high_key, int64_t& distance) {
-    return key_by_key(c.v, c.values, copied_values, 1, low_key, high_key, distance);
-  }
-  const float* key_rows(int64_t low_key, int64_t high_key, int64_t& distance) {
-    return key_by_key(c.k, c.width, copied_keys, 2, low_key, high_key, distance);
-  }
+  // Rows of values, or of keys, from the chunk's first key on.
+  Rows value_rows(int64_t low_key, int64_t high_key) { return key_by_key(c.v, c.values, copied_values, 1, low_key, high_key); }
+  Rows key_rows(int64_t low_key, int64_t high_key) { return key_by_key(c.k, c.width, copied_keys, 2, low_key, high_key); }
 
-  const float* key_by_key(const Tokens& x, int64_t n, float* copied, uint8_t bit, int64_t low_key, int64_t high_key,
-                          int64_t& distance) {
-    const bool direct = whole_vectors(x, n);
-    distance = direct ? x.row : whole(n, W);
-    if (direct) return static_cast<const float*>(x.data) + key(x, start);
+  Rows key_by_key(const Tokens& x, int64_t n, float* copied, uint8_t bit, int64_t low_key, int64_t high_key) {
+    if (whole_vectors(x, n)) return {static_cast<float*>(x.data) + key(x, start), x.row};
+    const Rows rows{copied, whole(n, W)};
     uint8_t* done = flags + chunk / PANEL;
     for (int64_t p = low_key / PANEL; p * PANEL < high_key; ++p) {
       if (done[p] & bit) continue;
       done[p] |= bit;
       for (int64_t j = p * PANEL; j < std::min((p + 1) * PANEL, size); ++j)
-        read_row(x, key(x, start + j), n, distance, 1.0f, copied + j * distance);
+        read_row(x, key(x, start + j), n, rows.distance, 1.0f, rows[j]);
     }
-    return copied;
+    return rows;
   }
 
   // The columns of panel p that a group sees: one half of it, or both.
@@ -425,9 +403,8 @@ class TileWork {
       return;
     }
 #endif
-    int64_t distance;
-    const float* values = value_rows(low_key, end, distance);
-    product(n, value_row, end - low_key, line + low_key, score_row, 1, values + low_key * distance, distance, to, value_row, true);
+    const Rows values = value_rows(low_key, end);
+    product(n, value_row, end - low_key, line + low_key, score_row, 1, values[low_key], values.distance, to, value_row, true);
   }
 
   // Calls function(tile, first key of the chunk) for the tiles that see keys of a chunk, chunk by chunk.
@@ -446,8 +423,10 @@ class TileWork {
   Frame m;
   const TilesCall& c;
   Item it;
-  std::vector<Run>& runs;
-  std::vector<Hull>& hulls;
+  std::vector<Run> runs;           // of a tile in the chunk
+  std::vector<Hull> hulls;         // of these, for every group of rows
+  std::vector<Tile> tiles;         // where queries choose
+  std::vector<Range> blocks_seen;
   const int64_t chunk, row0, rows, group, width_row, value_row, score_row, offset_row;
   int64_t low, high, start = 0, size = 0, number = 0, groups = 0;  // of keys of the item, of the chunk, of a tile's rows
   int64_t tiles_begin = 0, tiles_end;  // that may see keys of the chunk
@@ -685,14 +664,13 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
         product(keys_here, width_row, last_row - first_row, slopes + from, 1, score_row, queries + first_row * width_row,
                 width_row, dk + j * d.dk_row, d.dk_row, true);
       });
-      int64_t distance;
-      const float* keys = work.key_rows(all_rows.low, end, distance);
+      const Rows keys = work.key_rows(all_rows.low, end);
       in_steps({0, number}, ROWS, [&](int64_t i, int64_t rows_here) {
         const Hull& hull = work.hull_of(r, i);
         if (hull.low >= hull.high) return;
         work.add_to(tile, i, rows_here, width_row, dq, [&](float* to) {
           product(rows_here, width_row, std::min(hull.high, end) - hull.low, slopes + i * score_row + hull.low, score_row, 1,
-                  keys + hull.low * distance, distance, to, width_row, true);
+                  keys[hull.low], keys.distance, to, width_row, true);
         });
       });
     }

@@ -206,6 +206,13 @@ inline void write_row(const Tokens& x, int64_t offset, int64_t n, float factor, 
 
 inline int64_t whole(int64_t n, int64_t size) { return (n + size - 1) / size * size; }
 
+// Rows of numbers, where they are or copied, and the distance between them.
+struct Rows {
+  float* data;
+  int64_t distance;
+  float* operator[](int64_t i) const { return data + i * distance; }
+};
+
 // n numbers of whole vectors.
 inline void clear(float* x, int64_t n) { std::memset(x, 0, static_cast<size_t>(n) * 4); }
 inline void add_row(float* to, const float* from, int64_t n, float factor = 1.0f) {
