@@ -160,21 +160,3 @@ def flash_backward(
 
 
 _differentiable = Operation(_plain, cpu=Fast(flash_forward, flash_backward, always=True))
-
-
-def keyed_attention(
-    q: Float[Tensor, "batch heads length width"],
-    k: Float[Tensor, "batch heads length width"],
-    v: Float[Tensor, "batch heads length values"],
-    added: Float[Tensor, "heads length"],
-    *,
-    scale: float,
-) -> Float[Tensor, "batch heads length values"] | None:
-    """Causal attention whose scores gain a number for each key, by the flash kernel; None where it does not serve.
-
-    The kernel takes the numbers as a view of a mask: one of all pairs is not made.
-    """
-    if q.dtype.itemsize < 4 or not takes_flash(q, k, v, is_causal=True, scale=scale):
-        return None
-    mask = added.to(q.dtype)[:, None].expand(1, -1, q.shape[-2], -1)
-    return _differentiable(q, k, v, mask, is_causal=True, scale=scale)

@@ -129,7 +129,7 @@ MECHANISMS: dict[type, type] = {kind.__bases__[0]: kind for kind in (BloomAttent
 class Slopes(NamedTuple):
     """ALiBi's numbers for each offset of the key: ``engine.offsets.Positions``.
 
-    A query's own position cancels. BLOOM and MPT leave it out, and so does ``by_key``: it rounds as they do.
+    A query's own position cancels: BLOOM and MPT leave it out.
     """
 
     layer: Any
@@ -138,10 +138,6 @@ class Slopes(NamedTuple):
     def __call__(self, offsets: Int[Tensor, "offsets"]) -> Terms:
         """The slope of each head, times the offset."""
         return Terms(self.slopes[:, None] * offsets)
-
-    def by_key(self, keys: int) -> Float[Tensor, "heads keys"]:
-        """The numbers of all keys of a text, 0 for the last."""
-        return self.slopes[:, None] * torch.arange(1 - keys, 1, device=self.slopes.device)
 
 
 def _in_tiles(layer: Any, mask: Any, dropout: float) -> Attend | None:

@@ -16,14 +16,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from fast_attention import core, packed
 from fast_attention.engine import heads, tiles
-from fast_attention.engine.fused import keyed_attention
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows, probing
 from fast_attention.integrations.attention import SINKS, changing
 from fast_attention.integrations.exact import masks
 from fast_attention.integrations.visible import Visibility
-from fast_attention.mechanisms.dense.softmax import softmax_attention
+from fast_attention.mechanisms.dense.softmax import faster_causal, softmax_attention
 from fast_attention.mechanisms.sparse.local import local_attention
 from fast_attention.packed import Packing
 
@@ -157,7 +156,8 @@ def _one_text(
     right = 0 if causal else right
     left = keys - 1 if keys_left is None else keys_left
     is_whole = left >= keys - 1 and (causal or keys_right is None or keys_right >= length - 1)
-    if is_whole and sinks is None and bias is None and cap is None and (not causal or length == keys):
+    is_plain = is_whole and sinks is None and bias is None and cap is None and (not causal or length == keys)
+    if is_plain and not (causal and dropout == 0.0 and faster_causal(q, k, v)):
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(
             q, k, v, is_causal=causal and keys > 1, scale=scale, dropout_p=dropout, enable_gqa=grouped
@@ -171,12 +171,6 @@ def _one_text(
         if dropout:
             settings |= {"dropout": dropout, "seed": int(torch.randint(2**62, ()))}
         return _compiled(q, k, v, None, *terms, sinks, **settings)
-    by_key = getattr(bias, "by_key", None)
-    if by_key is not None and is_whole and causal and length == keys and not dropout:
-        out = keyed_attention(q, k, v, by_key(keys), scale=factor)
-        if out is not None:
-            return out
-
     k, v = heads.repeated(q.shape[1], k=k, v=v)
     given: Any = {"is_causal": causal, "scale": scale, "dropout": dropout, "sinks": sinks, "bias": bias}
     return softmax_attention(q, k, v, **given) if is_whole else local_attention(q, k, v, window=(left, right), **given)
