@@ -186,6 +186,8 @@ RIDDLES = """
     steep steady lift upward downward worth mine made spelt fade fading tails tail everywhere scratch room rooms
     sent here segment segments pieces moment now hear heard history anew strange aside explicit doings wished wish
     narrower obstacle gpu_obstacle walking settled bounded at_once alike put merged surroundings vehicles
+    ahead behind beside described further held in_range lead together twins unserved passages taught teach begun_anew
+    walk cut apart sight sunk biased
 """.split()  # noqa: SIM905
 
 
@@ -210,21 +212,19 @@ def test_no_name_is_a_riddle() -> None:
 
 # Fields of Traits, attributes and classes that had such names: the words stay English elsewhere.
 OLD_NAMES = {
-    "traits.py": "order reads bounded spans",
-    "engine": "served twins above kept lead beside",
-    "mechanisms/dense": "ahead kept twins",
-    "mechanisms/sparse": "lead kept ahead behind",
-    "mechanisms/sinkhorn": "beside kept",
-    "mechanisms/hybrid": "ahead behind together kept",
-    "biases": "Sunk Biased unbiased",
-    "gpu": "walk further Forms forms apart known cut behind lead",
-    "packed.py": "Described described together",
-    "decoding.py": "apart",
+    "traits.py": "order reads spans",
+    "engine": "served above kept",
+    "mechanisms/dense": "kept",
+    "mechanisms/sparse": "kept",
+    "mechanisms/sinkhorn": "kept",
+    "mechanisms/hybrid": "kept",
+    "mechanisms/aft": "both kept",
+    "mechanisms/linear": "both kept above below",
+    "biases": "unbiased",
+    "gpu": "forms known both",
     "mechanism.py": "summary",
-    "mechanisms/aft": "both kept in_range held",
-    "mechanisms/hybrid/reference.py": "Sight sight ahead behind",
-    "integrations": "held taught teach tried might begun_anew apart above both lead described ahead behind",
-    "integrations/visible.py": "ahead back",
+    "integrations": "tried might above both",
+    "integrations/visible.py": "back",
 }
 
 

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fast_attention
 from fast_attention import catalogue
 from fast_attention.engine import operation, trace
-from fast_attention.engine.operation import Fast, Operation, Unserved
+from fast_attention.engine.operation import Fast, NotServed, Operation
 from fast_attention.engine.tracing import symbolic
 from tests.cases import bind, qkv
 
@@ -242,7 +242,7 @@ def doubled(q: Tensor, k: Tensor, *, factor: float) -> Tensor:
 
 def fast_doubled(q: Tensor, k: Tensor, *, keep: bool, factor: float) -> tuple[Tensor, tuple[Tensor, ...]]:
     if bool((q > 100).any()):
-        raise Unserved("large numbers")
+        raise NotServed("large numbers")
     return q * (2 * factor) + k, ()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention import LinearAttention, core
 from fast_attention.engine import trace
-from fast_attention.engine.operation import Operation, Unserved, always
+from fast_attention.engine.operation import NotServed, Operation, always
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, Relu
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_plus_attention, linear_attention
@@ -279,7 +279,7 @@ def test_sums_out_of_range_go_by_plain_sums() -> None:
             out = LinearAttention()(q, k, v, is_causal=is_causal)
         assert out.isfinite().all()
         assert steps[-1].path == "plain sums"
-    with pytest.raises(Unserved):
+    with pytest.raises(NotServed):
         compiled.forward(q, k, v, None, keep=False, **compiled.code(Relu()), eps=0.0, is_causal=False)
 
 

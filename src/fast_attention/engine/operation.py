@@ -30,7 +30,7 @@ HALVES_AND_SINGLE = (*HALVES, torch.float32)
 ASKED = "the reference was asked for"
 
 
-class Unserved(ArithmeticError):
+class NotServed(ArithmeticError):
     """A forward pass saw in its numbers that the reference must run; the message is the reason."""
 
 
@@ -125,7 +125,7 @@ class Operation:
                 if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
                     return _Function.apply(self, fast, settings, *tensors)
                 return fast.forward(*tensors, keep=False, **settings)[0]
-            except Unserved as error:
+            except NotServed as error:
                 why = str(error)
         if trace.asked():
             _record(self.path, why, self.sizes, tensors, settings)

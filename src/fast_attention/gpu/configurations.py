@@ -46,16 +46,16 @@ class Exponential(NamedTuple):
     backward: Configuration
 
 
-def _both(block: int, columns: int, warps: int, backward: int | None = None) -> Exponential:
+def _directions(block: int, columns: int, warps: int, backward: int | None = None) -> Exponential:
     row = Configuration(chunk=128, block=block, columns=columns, values=32, warps=warps, stages=1)
     return Exponential(row, row._replace(block=backward or block))
 
 
 EXPONENTIAL = {  # by the width of heads, and whether products keep float32's digits
-    (64, False): _both(64, 32, 8, backward=32),
-    (128, False): _both(32, 16, 8),
-    (64, True): _both(16, 32, 4),
-    (128, True): _both(16, 32, 8),
+    (64, False): _directions(64, 32, 8, backward=32),
+    (128, False): _directions(32, 16, 8),
+    (64, True): _directions(16, 32, 4),
+    (128, True): _directions(16, 32, 8),
 }
 WIDEST_PROJECTED = max(width for width, _ in EXPONENTIAL)
 

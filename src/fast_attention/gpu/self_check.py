@@ -67,7 +67,7 @@ def verdict(case: Case, width: int, values: int, dtype: torch.dtype, device: tor
             _verdicts[key] = compared(case, width, values, dtype, device, masked=masked)
             with contextlib.suppress(OSError):
                 _path().parent.mkdir(parents=True, exist_ok=True)
-                files.write(_path(), json.dumps(_kept() | {key: _verdicts[key]}, indent=1) + "\n")
+                files.write(_path(), json.dumps(_saved() | {key: _verdicts[key]}, indent=1) + "\n")
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # compilers raise errors of many kinds; some are gone when the next process asks
@@ -94,7 +94,7 @@ def compared(case: Case, width: int, values: int, dtype: torch.dtype, device: to
 def _earlier(key: str) -> str | None:
     """The finding of this process or an earlier one; None where nothing was compared."""
     if key not in _verdicts:
-        _verdicts.update(_kept())
+        _verdicts.update(_saved())
     return _verdicts.get(key)
 
 
@@ -122,13 +122,13 @@ def _path() -> Path:
     return Path(folder) / "fast_attention" / "kernels.json"
 
 
-def _kept() -> dict[str, str]:
+def _saved() -> dict[str, str]:
     """The verdicts of earlier processes."""
     try:
-        held = json.loads(_path().read_text(encoding="utf-8"))
+        verdicts = json.loads(_path().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return held if isinstance(held, dict) else {}
+    return verdicts if isinstance(verdicts, dict) else {}
 
 
 def elementwise(code: int) -> Case:

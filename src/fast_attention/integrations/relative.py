@@ -145,8 +145,8 @@ def with_own_bias(mechanism: Any, positions: Positions | None) -> Any:
     """The mechanism with the layer's bias in it, where there is one and the mechanism takes it."""
     if positions is None or positions.bias is None:
         return mechanism
-    biased = with_bias(mechanism, positions.bias)
-    return mechanism if biased is None else biased
+    changed = with_bias(mechanism, positions.bias)
+    return mechanism if changed is None else biased
 
 
 def unsupported_reason(mechanism: Any, extra: tuple[str, ...], positions: Positions | None) -> str:

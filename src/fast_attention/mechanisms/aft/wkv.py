@@ -31,7 +31,7 @@ from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.chunks import chunks_of
 from fast_attention.engine.decay import sums_before
 from fast_attention.engine.numerics import exp_
-from fast_attention.engine.operation import Fast, Operation, Unserved, like_queries
+from fast_attention.engine.operation import Fast, NotServed, Operation, like_queries
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
@@ -255,7 +255,7 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, key_
     keys = reference.masked_scores(k, key_mask)
     scale, least = fast.log_scale(keys.detach()), keys.amin(-2) if key_mask is None else fast.smallest(keys)
     if bool((scale[..., 0, :] - least > fast.RANGE).any()) or bool((bonus.abs() > LARGEST).any()):
-        raise Unserved("a key lies far below another, or a bonus is large")
+        raise NotServed("a key lies far below another, or a bonus is large")
     trace.record("prefix sums over groups of tokens side by side", "causal", group=GROUP)
     return _GROUPS(q, keys, masks.drop(v, key_mask), decay, bonus, key_mask, scale)
 

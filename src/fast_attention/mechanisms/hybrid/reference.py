@@ -307,8 +307,8 @@ def attend_spans(x: Inputs, block_mask: BlockMask, plan: Plan) -> Float[Tensor, 
         sides = {"keys_left": plan.keys_left, "keys_right": plan.keys_right}
         return slices(x, block=block, **sides, number=plan.query_blocks, start=plan.start)
 
-    def row(x: Tensor | None, cut: Callable[[Tensor], Tensor]) -> Tensor | None:
-        return None if x is None else cut(x[..., None])[..., 0]
+    def row(x: Tensor | None, select: Callable[[Tensor], Tensor]) -> Tensor | None:
+        return None if x is None else select(x[..., None])[..., 0]
 
     visible, masked = x.visible, block_mask.masked
     if visible is None and not plan.inside(x.k.shape[-2]):

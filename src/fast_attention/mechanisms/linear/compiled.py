@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fast_attention import core
 from fast_attention.engine.heads import several
-from fast_attention.engine.operation import HALVES_AND_SINGLE, Unserved
+from fast_attention.engine.operation import HALVES_AND_SINGLE, NotServed
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.mechanisms.linear.random_feature_map import RandomFeatureMap
@@ -138,7 +138,7 @@ def forward(
     numerators.
 
     Raises:
-        Unserved: Not all outputs are finite.
+        NotServed: Not all outputs are finite.
     """
     front = _front(q, k, is_causal)
     call = _call(Inputs(q[..., front:, :], k, v, *others), number, offset, eps, normalize, is_causal)
@@ -157,7 +157,7 @@ def forward(
     if number == TRIGONOMETRIC and advances:
         last[2] = last[2][..., :1]
     if not finite and number < EXPONENTIAL:  # random features have scales already
-        raise Unserved("outputs that are not finite in one scale")
+        raise NotServed("outputs that are not finite in one scale")
     outputs = out.to(q.dtype).view(*q.shape[:-2], q.shape[-2] - front, v.shape[-1])
     outputs = F.pad(outputs, (0, 0, front, 0)) if front else outputs
     return ((outputs, *last) if advances else outputs), ((out, denominators, states) if keep else ())

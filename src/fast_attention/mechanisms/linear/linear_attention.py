@@ -114,8 +114,8 @@ class LinearAttention(Kernelised[tuple[()]]):
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
-        walk = self._advance if isinstance(self._map, Elementwise) else self._in_chunks
-        return walk(q, k, v, w, state, key_mask=key_mask)
+        advance = self._advance if isinstance(self._map, Elementwise) else self._in_chunks
+        return advance(q, k, v, w, state, key_mask=key_mask)
 
     def _advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None

@@ -90,15 +90,15 @@ class Axis(NamedTuple):
 
     def places(self, length: int, device: torch.device) -> Places:
         """All tiles of an axis of ``length`` places; those of a dilated window hold places so far apart."""
-        apart, first = self.dilation, self.first
-        each = (length - first + apart - 1) // apart
-        tiles = apart * (-(-each // self.size) if isinstance(length, int) else count(each, self.size))
+        step, first = self.dilation, self.first
+        each = (length - first + step - 1) // step
+        tiles = step * (-(-each // self.size) if isinstance(length, int) else count(each, self.size))
         number = torch.arange(tiles, device=device)[:, None]
-        start = first + number % apart + number.div(apart, rounding_mode="floor") * self.size * apart
-        queries = start + torch.arange(self.size, device=device) * apart
+        start = first + number % step + number.div(step, rounding_mode="floor") * self.size * step
+        queries = start + torch.arange(self.size, device=device) * step
         low, high = self.bounds(queries.clamp(min=0).clamp(max=length - 1), length)
         begin = low[:, :1] if self.slides else start
-        keys = begin + torch.arange(self.span, device=device) * apart
+        keys = begin + torch.arange(self.span, device=device) * step
         visible = (keys[:, None] >= low[..., None]) & (keys[:, None] < high[..., None])
         return Places(queries, keys, visible)
 

@@ -82,8 +82,8 @@ def by_heads(
             mask = mask[..., every, :, :]
         turn = (x[..., every, :, :] for x in (q, k, v))
         part = None if bias is None else partial(_of_heads, bias, every)
-        sunk = None if sinks is None else sinks[every]
-        parts.append(attend(*turn, key_mask=key_mask, attn_mask=mask, dilation=dilation, bias=part, sinks=sunk))
+        own_sinks = None if sinks is None else sinks[every]
+        parts.append(attend(*turn, key_mask=key_mask, attn_mask=mask, dilation=dilation, bias=part, sinks=own_sinks))
     order = [h for first in range(number) for h in range(first, heads, number)]  # the heads of the parts
     places = sorted(range(heads), key=order.__getitem__)
     return torch.cat(parts, -3)[..., places, :, :]
