@@ -20,7 +20,7 @@ def granting(kind: type[Any], trait: str, like: Any, needed: str | None = None) 
     those come first that have most traits in common with it. What is granted is any value of the trait that is true, or
     only the one that is ``needed``.
     """
-    known = {one: one().traits for one in _loaded(kind)}
+    known = {one: one().traits for one in loaded(kind)}
     values = {one: getattr(traits, trait) for one, traits in known.items()}
     granted = [one for one, value in values.items() if (value == needed if needed else value)]
     granted = [one for one in granted if known[one].complexity_exponent <= like.traits.complexity_exponent] or granted
@@ -32,10 +32,10 @@ def granting(kind: type[Any], trait: str, like: Any, needed: str | None = None) 
     return [one.__name__ for one in sorted(granted, key=unlike)]
 
 
-def _loaded(kind: type[Any]) -> Iterator[type[Any]]:
+def loaded(kind: type[Any]) -> Iterator[type[Any]]:
     """The mechanisms of a kind, in the order they were defined."""
     for subclass in [x for x in kind.__subclasses__() if x.__module__.startswith("fast_attention.")]:
-        yield from _loaded(subclass)
+        yield from loaded(subclass)
         if not getattr(subclass, "__abstractmethods__", None):
             yield subclass
 

@@ -24,7 +24,7 @@ def test_every_mechanism_can_be_explained(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("LogAttention(score='logdot', normalize='softmax')", "plain form"),
+        ("LogAttention(score='logdot', normalize='softmax')", "sums"),
         ("LogAttention(normalize='softmax')", "cancels the queries"),
         ("Linformer(rank=4, projection=MeanPool())", "how many tokens"),
         ("GMLP(attention_dim=4)", "small head"),

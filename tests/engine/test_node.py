@@ -146,7 +146,7 @@ def test_checkpoints_record_anew() -> None:
      ("Nystrom(num_landmarks=4)", False), ("WKV()", True), ("ReLUAttention()", False), ("FNet(norm='ortho')", False)],
 )  # fmt: skip
 def test_a_mechanism_is_one_operation(text: str, is_causal: bool) -> None:
-    """What the compiler is shown of it has no product, and gives the same numbers and gradients."""
+    """What the compiler is shown of it has no product but T2R's layer, and gives the same numbers and gradients."""
     shown: list[str] = []
 
     def look(module: torch.fx.GraphModule, examples: Any) -> Any:
@@ -162,4 +162,5 @@ def test_a_mechanism_is_one_operation(text: str, is_causal: bool) -> None:
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(gradients(ours, leaves), gradients(theirs, twins))
     assert len([target for target in shown if target.startswith("fast_attention.")]) == 1
-    assert not [target for target in shown if any(word in target for word in ("matmul", "bmm", "einsum", "fft_"))]
+    products = [target for target in shown if any(word in target for word in ("matmul", "bmm", "einsum", "fft_"))]
+    assert len(products) == (2 if "T2R" in text else 0)  # its layer, of queries and of keys, is a compiler's to fuse

@@ -267,7 +267,7 @@ def four_axes(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "batch h
 
 
 def _of_scores(settings: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """What scores and weights are made with, in the core's order, and the settings of the plan."""
+    """Arguments of the core's tile operations, in its order, and the settings of the plan."""
     others = {"first": 0, "scale": 1.0, "cap": 0.0, "dropout": 0.0, "seed": 0} | settings
     return [others.pop(name) for name in ("first", "scale", "cap", "dropout", "seed")], others
 

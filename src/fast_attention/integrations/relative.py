@@ -23,6 +23,7 @@ from fast_attention.biases.bias import (
 from fast_attention.mechanism import Mechanism, Shape
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.nn.bound import Bound
+from fast_attention.refusals import loaded
 
 T5_LIKE = ("T5Attention", "MT5Attention", "UMT5Attention", "SwitchTransformersAttention", "Pop2PianoAttention")
 CONFORMERS = {  # kinds of attention modules, and their u, their v and the map of their sinusoids
@@ -146,7 +147,7 @@ def with_own_bias(mechanism: Any, positions: Positions | None) -> Any:
     if positions is None or positions.bias is None:
         return mechanism
     changed = with_bias(mechanism, positions.bias)
-    return mechanism if changed is None else biased
+    return mechanism if changed is None else changed
 
 
 def unsupported_reason(mechanism: Any, extra: tuple[str, ...], positions: Positions | None) -> str:
@@ -160,7 +161,7 @@ def unsupported_reason(mechanism: Any, extra: tuple[str, ...], positions: Positi
         added += [repr(positions.bias)] if with_bias(mechanism, positions.bias) is None else []
     if not added or (mechanism.traits.mask and {*extra} <= {"position_bias"}):
         return ""
-    takers = ", ".join(f"{kind.__name__}()" for kind in BiasMixin.__subclasses__())
+    takers = ", ".join(f"{kind.__name__}()" for kind in loaded(BiasMixin))
     if unknown := [name for name in extra if name != "position_bias"]:
         return f"the layer changes its scores by {', '.join(unknown)}, which no mechanism does: it keeps its attention"
     return (

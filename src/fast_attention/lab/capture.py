@@ -40,7 +40,7 @@ class Layer(NamedTuple):
 
 @torch.no_grad()
 def layers_during(model: nn.Module, run: Callable[[], Any]) -> list[Layer]:
-    """What all bound attentions in a model are called with during ``run``, in their order."""
+    """Calls of all bound attentions in a model during ``run``, in their order, with what they are given."""
     layers: list[Layer] = []
 
     def watch(name: str, part: Bound) -> Any:

@@ -27,7 +27,7 @@ Arguments = tuple[Tensor | None, ...]
 
 
 class Inputs(NamedTuple):
-    """What linear attention is computed of."""
+    """Tensors from which the core's features operation computes linear attention."""
 
     q: Tensor
     k: Tensor

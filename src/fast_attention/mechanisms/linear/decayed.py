@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fast_attention.engine import masks, numerics, operation
 from fast_attention.engine.heads import by_head
 from fast_attention.engine.precision import in_float32, widen
-from fast_attention.engine.tracing import traced
+from fast_attention.engine.tracing import symbolic, traced
 from fast_attention.feature_maps.feature_map import Elementwise, Features
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
@@ -142,7 +142,7 @@ def _advance(
     settings: Any = {**compiled.code(phi), "normalize": normalize, "eps": float(eps), "is_causal": True}
     logs, before = columns(log_decay, k), (None, None, None) if state is None else state[:3]
     out, kv, z, log_scale = sums.advance(q, k, v, key_mask, None, None, None, *before, logs, **settings)
-    over_all = logs.sum(-2, dtype=torch.float64)
+    over_all = logs[..., 0, :] if not symbolic() and q.shape[-2] == 1 else logs.sum(-2, dtype=torch.float64)
     over_all = over_all if state is None else over_all + state.log_decay
     return out, DecayedState(kv, z, log_scale, over_all.to(z.dtype))
 

@@ -75,14 +75,15 @@ def pairs_by_halves(a: Tensor, b: Tensor, top: Tensor, q: Tensor | None = None, 
 
     The second half of the queries sees the whole first half of the keys: in the scale of its largest b_jc their pairs
     are a product, and no exponent is above zero where ``a_ic + b_jc <= top_i`` for j <= i. Triangles fall into such
-    squares by halving, down to single tokens. a, b and ``top`` may be of higher precision than q and k.
+    squares by halving, down to single tokens. a, b and ``top`` may be of higher precision than q and k. Halves come
+    before all axes, or a product over a number of chunks left open would be one over a multiple of it.
     """
     size = a.shape[-2]
     if size == 1:
         return _times(q, _times(k, (a + b - top).exp())).sum(-1, keepdim=True)
     half = size // 2
-    halves: Any = [None if x is None else x.unflatten(-2, (2, half)) for x in (a, b, top, q, k)]
-    first, second = pairs_by_halves(*halves).unbind(-3)
+    halves: Any = [None if x is None else x.unflatten(-2, (2, half)).movedim(-3, 0) for x in (a, b, top, q, k)]
+    first, second = pairs_by_halves(*halves)
     a, top, b = a[..., half:, :], top[..., half:, :], b[..., :half, :]
     q, k = None if q is None else q[..., half:, :], None if k is None else k[..., :half, :]
     largest = b.detach().amax(-2, keepdim=True).clamp_min(FLOOR)
