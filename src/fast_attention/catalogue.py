@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from fast_attention import mechanisms
-from fast_attention.expressions import Parser, quoted
+from fast_attention.expressions import LONGEST, Parser, quoted
 from fast_attention.feature_maps import features
 from fast_attention.known_names import forms, known
 from fast_attention.mechanism import Attention, Mechanism, Mixer
@@ -68,7 +68,9 @@ def default(name: str) -> Attention[Any, Any] | Mixer[Any, Any]:
 
 def elsewhere(text: str) -> str:
     """A message that says what to write for a name that papers or libraries use; empty for an unknown name."""
-    head, inner = text.split("(")[0].strip(), re.findall(r"([\w+-]+)\s*\(", text)
+    text = text[:LONGEST]
+    # No match begins inside a word or gives up a part of one, or the time would grow with the square of the length.
+    head, inner = text.split("(")[0].strip(), re.findall(r"(?<![\w+-])([\w+-]++)\s*+\(", text)
     for name in dict.fromkeys((head, *inner)):
         if name not in _PARSER.values and (entry := known(name)):
             return f"{quoted(name)} is not a name of ours. {entry}. Write {entry.write}."
