@@ -126,7 +126,7 @@ def _advance_by_channel(
     size = 1 << (smaller(BLOCK, length) - 1).bit_length()
     q, k, v, steps = split(q, size), split(k, size), split(v, size), split(log_decay.double(), size)
     reached = steps.cumsum(-2)
-    pairs, total = pairs_by_halves(reached, -reached, reached.new_zeros(size, 1), q, k), reached[..., -1, :]
+    pairs, total = pairs_by_halves(reached, -reached, torch.zeros_like(reached[..., :1]), q, k), reached[..., -1, :]
     k = k * (total[..., None, :] - reached).to(v.dtype).exp()
     logs = torch.cat([torch.zeros_like(total[..., :1, :]), -total.cumsum(-2)], -2)
     return _over_blocks(pairs, q * reached.to(v.dtype).exp(), k, v, logs, before, length)

@@ -75,8 +75,8 @@ def pairs_by_halves(a: Tensor, b: Tensor, top: Tensor, q: Tensor | None = None, 
 
     The second half of the queries sees the whole first half of the keys: in the scale of its largest b_jc their pairs
     are a product, and no exponent is above zero where ``a_ic + b_jc <= top_i`` for j <= i. Triangles fall into such
-    squares by halving, down to single tokens. a, b and ``top`` may be of higher precision than q and k. Halves come
-    before all axes, or a product over a number of chunks left open would be one over a multiple of it.
+    squares by halving, down to single tokens. All have as many axes; a, b and ``top`` may be of higher precision than q
+    and k. Halves come before all axes, or a product over chunks left open would be one over a multiple of them.
     """
     size = a.shape[-2]
     if size == 1:
