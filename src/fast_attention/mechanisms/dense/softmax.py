@@ -88,7 +88,7 @@ def softmax_attention(
 
 def faster_causal(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the core is faster than torch's kernel, where each query sees the keys up to its own."""
-    return k.shape[-2] in CAUSAL and q.dtype == torch.float32 and not tiles.unsupported(q, k, v)
+    return not tiles.unsupported(q, k, v) and q.dtype == torch.float32 and k.shape[-2] in CAUSAL
 
 
 def _needed(q: Tensor, is_causal: bool, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:
