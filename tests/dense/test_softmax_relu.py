@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from fast_attention import Attention, ReLUAttention, Softmax, catalogue, core
+from fast_attention import Attention, ReLUAttention, Softmax, catalogue
 from fast_attention.counting import peak_bytes
-from fast_attention.engine import trace
 from fast_attention.functional import relu_attention, softmax_attention
 from fast_attention.mechanisms.dense import relative
-from fast_attention.mechanisms.dense.softmax import CAUSAL
 from tests.cases import qkv, some_keys
 
 RELUS = [
@@ -186,22 +183,6 @@ def test_long_masked_softmax_is_the_definition(
             close(out.double(), expected, 1e-5)
             for a, b in zip(torch.autograd.grad(out, single, slope.float()), grads[1], strict=True):
                 close(a.double(), b, 1e-4)
-
-
-@pytest.mark.parametrize("length", [127, 128, 301, 2048, 2049])
-@pytest.mark.skipif(bool(core.unavailable()), reason="the compiled core is not built")
-def test_the_core_takes_causal_calls_of_a_range_of_lengths(length: int) -> None:
-    """Without a mask, in float32: the same as torch's kernel, forward and backward."""
-    q, k, v = (x.requires_grad_() for x in qkv(length, heads=1, batch=1, dtype=torch.float32))
-    with trace.recorded() as steps:
-        out = softmax_attention(q, k, v, is_causal=True)
-    assert [step.path.startswith(trace.CORE) for step in steps] == [length in CAUSAL]
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    close(out, expected, 2e-5)
-    slope = torch.randn_like(out)
-    found, theirs = (torch.autograd.grad(y, (q, k, v), slope) for y in (out, expected))
-    for a, b in zip(found, theirs, strict=True):
-        close(a, b, 1e-4)
 
 
 def test_softmax_in_float16_is_softmax_in_float32_rounded() -> None:

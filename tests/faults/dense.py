@@ -8,8 +8,6 @@ FAULTS = [
           "tests/biases/test_biases.py -k blocks_of_queries"),
     Fault("keys under a mask weigh beside a bias", "mechanisms/dense/relative.py", "mask = None if key_mask is None else key_mask[..., :end]",
           "mask = None", "tests/biases/test_biases.py -k blocks_of_queries"),
-    Fault("causal softmax in the core sees all keys", "mechanisms/dense/softmax.py", "return relative_attention(q, k, v, None, is_causal=True, scale=scale)",
-          "return relative_attention(q, k, v, None, is_causal=False, scale=scale)", "tests/dense/test_softmax_relu.py -k core_takes"),
     Fault("relu's tiles see one key ahead", "mechanisms/dense/relu.py", "scores.tril_(rows.start + keys_before - start)",
           "scores.tril_(rows.start + keys_before - start + 1)", "tests/engine/test_chunks.py -k relu"),
     Fault("relu's norm has no gradient", "mechanisms/dense/relu.py", "slopes.sub_(shift)", "pass",

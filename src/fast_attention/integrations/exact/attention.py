@@ -22,7 +22,7 @@ from fast_attention.integrations import calls, packed_rows, probing
 from fast_attention.integrations.attention import SINKS, changing
 from fast_attention.integrations.exact import masks
 from fast_attention.integrations.visible import Visibility
-from fast_attention.mechanisms.dense.softmax import faster_causal, softmax_attention
+from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.local import local_attention
 from fast_attention.packed import Packing
 
@@ -156,8 +156,7 @@ def _one_text(
     right = 0 if causal else right
     left = keys - 1 if keys_left is None else keys_left
     is_whole = left >= keys - 1 and (causal or keys_right is None or keys_right >= length - 1)
-    is_plain = is_whole and sinks is None and bias is None and cap is None and (not causal or length == keys)
-    if is_plain and not (causal and dropout == 0.0 and faster_causal(q, k, v)):
+    if is_whole and sinks is None and bias is None and cap is None and (not causal or length == keys):
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(
             q, k, v, is_causal=causal and keys > 1, scale=scale, dropout_p=dropout, enable_gqa=grouped

@@ -103,9 +103,8 @@ def _path(q: Tensor, k: Tensor, *others: Any, **settings: Any) -> str:
 
 
 def _why(*tensors: Tensor | None, **settings: Any) -> str:
-    if any(x is not None for x in tensors[4:7]):
-        return "positions or sinks add to the scores"
-    return "keys after a query are not computed" if tensors[3] is None else "a mask of all pairs is not made"
+    added = any(x is not None for x in tensors[4:7])
+    return "positions or sinks add to the scores" if added else "a mask of all pairs is not made"
 
 
 def _plan(q: Tensor, k: Tensor, spans: Tensor | None = None, *, is_causal: bool) -> tiles.Plan:

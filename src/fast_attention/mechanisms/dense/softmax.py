@@ -26,9 +26,6 @@ from fast_attention.mechanisms.dense.relative import relative_attention
 from fast_attention.mechanisms.dense.scores import Scores
 from fast_attention.traits import FUSED
 
-# Keys of causal calls without a mask that go by the core: torch's kernel computes blocks of 512 keys that nobody sees.
-CAUSAL = range(128, 2049)
-
 
 def softmax_attention(
     q: Float[Tensor, "*batch length width"],
@@ -45,10 +42,10 @@ def softmax_attention(
 ) -> Float[Tensor, "*batch length values"]:
     """``softmax(Q K^T scale + mask) V`` (arXiv 1706.03762, Eq. 1); ``scale`` is 1/sqrt(width) unless given.
 
-    Runs torch's fused kernel, which never holds the score matrix. On a CPU the compiled core runs where it is faster
-    (causal float32) or where that kernel would want a mask of every query for every key. A query that sees nothing gets
-    zeros. ``bias`` gives what scores gain by offsets j - i, as ``engine.offsets`` has them, head by head, and ``sinks``
-    a score of each head whose exponential is added to normalisers: q, k and v are then (..., H, L, E).
+    Runs torch's fused kernel, which never holds the score matrix, and where it would want a mask of every query for
+    every key, a block of queries at a time (on a CPU). A query that sees nothing gets zeros. ``bias`` gives what scores
+    gain by offsets j - i, as ``engine.offsets`` has them, head by head, and ``sinks`` a score of each head whose
+    exponential is added to normalisers: q, k and v are then (..., H, L, E).
     """
     if bias is not None or sinks is not None:
         is_causal, key_mask = _needed(q, is_causal, key_mask)
@@ -65,8 +62,6 @@ def softmax_attention(
     if is_causal or key_mask is not None:
         is_causal, key_mask = _needed(q, is_causal, key_mask)
     if is_causal and key_mask is None and attn_mask is None and length == keys:
-        if dropout == 0.0 and faster_causal(q, k, v):
-            return relative_attention(q, k, v, None, is_causal=True, scale=scale)
         trace.record("torch's fused kernel", "causal without a mask")
         return fused_attention(q, k, v, is_causal=True, dropout=dropout, scale=scale)
     why = "an attn_mask, dropout or low precision"
@@ -84,11 +79,6 @@ def softmax_attention(
         mask = mask.expand(*q.shape[:-1], keys)
     trace.record("torch's fused kernel", "no mask" if mask is None else f"with a mask: {why}")
     return fused_attention(q, k, v, mask, dropout=dropout, scale=scale)
-
-
-def faster_causal(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the core is faster than torch's kernel, where each query sees the keys up to its own."""
-    return not tiles.unsupported(q, k, v) and q.dtype == torch.float32 and k.shape[-2] in CAUSAL
 
 
 def _needed(q: Tensor, is_causal: bool, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:
