@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from fast_attention import core
@@ -257,7 +257,7 @@ def operation(
     return Operation(plain, cpu=fast, cuda=cuda, empty=empty, path=path, sizes=sizes)
 
 
-def four_axes(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "batch heads length width"]:
+def four_axes(x: Shaped[Tensor, "*batch length width"]) -> Shaped[Tensor, "batch heads length width"]:
     """A view with four axes, or a copy where there is none, whose tokens' numbers lie side by side."""
     if x.ndim < 4:
         x = x[(None,) * (4 - x.ndim)]
