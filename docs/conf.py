@@ -22,6 +22,7 @@ extensions = [
     "sphinx_design",
     "equations",
 ]
+napoleon_use_ivar = True  # attributes as a list, not as entries of their own
 html_theme = "furo"
 html_math_renderer = "mathml"
 html_static_path = ["static"]
