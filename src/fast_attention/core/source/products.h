@@ -80,38 +80,21 @@ inline void product(int64_t M, int64_t N, int64_t K, const float* A, int64_t row
   panel_product(M, N, K, A, row, column, B, ldb, PANEL, C, ldc, PANEL, add);
 }
 
-// The step of size S of a transposition: rows i and i + S exchange their off-diagonal blocks. The orders are constants of
-// the program, else a compiler builds them number by number at every call.
-#if defined(__GNUC__) && !defined(__clang__)
+// The step of size S of a transposition, and those after it: rows i and i + S exchange their off-diagonal blocks.
 template <int S, int... J>
-inline void exchange(Vec (&rows)[W], std::integer_sequence<int, J...>) {
-  const Ints upper = {(J & S ? W + J - S : J)...}, lower = {(J & S ? W + J : J + S)...};
+inline void exchange(Vec (&rows)[W], std::integer_sequence<int, J...> places) {
 #pragma GCC unroll 16
   for (int i = 0; i < W; ++i)
     if (!(i & S)) {
       const Vec a = rows[i], b = rows[i + S];
-      rows[i] = __builtin_shuffle(a, b, upper);
-      rows[i + S] = __builtin_shuffle(a, b, lower);
+      rows[i] = shuffled<(J & S ? W + J - S : J)...>(a, b);
+      rows[i + S] = shuffled<(J & S ? W + J : J + S)...>(a, b);
     }
+  if constexpr (2 * S < W) exchange<2 * S>(rows, places);
 }
-#endif
 
 // Transposes W x W numbers in registers.
-inline void transpose(Vec (&rows)[W]) {
-#if defined(__GNUC__) && !defined(__clang__)
-  constexpr std::make_integer_sequence<int, W> numbers;
-  exchange<1>(rows, numbers);
-  exchange<2>(rows, numbers);
-  if constexpr (W > 4) exchange<4>(rows, numbers);
-  if constexpr (W > 8) exchange<8>(rows, numbers);
-#else
-  float numbers[W][W], turned[W][W];
-  for (int i = 0; i < W; ++i) store(numbers[i], rows[i]);
-  for (int i = 0; i < W; ++i)
-    for (int j = 0; j < W; ++j) turned[i][j] = numbers[j][i];
-  for (int i = 0; i < W; ++i) rows[i] = load(turned[i]);
-#endif
-}
+inline void transpose(Vec (&rows)[W]) { exchange<1>(rows, PLACES); }
 
 // Writes PANEL tokens, of which `number` exist, as columns: to[e * PANEL + n]; zeros stand for those that do not.
 inline void pack_panel(const Tokens& x, int64_t offset, int64_t number, int64_t width, float* row, float* to) {

@@ -50,26 +50,28 @@ inline Vec larger(Vec a, Vec b) {
 #endif
 }
 
-// The order in which numbers S apart change places, as a constant of the program.
-template <int S, int... J>
-inline Vec swapped(Vec v, std::integer_sequence<int, J...>) {
+// Numbers of two vectors, by places that are constants: else a compiler builds the order number by number at every call.
+template <int... I>
+__attribute__((always_inline)) inline Vec shuffled(Vec a, Vec b) {
 #if defined(__GNUC__) && !defined(__clang__)
-  return __builtin_shuffle(v, Ints{(J ^ S)...});
+  return __builtin_shuffle(a, b, Ints{I...});
 #else
-  return __builtin_shufflevector(v, v, (J ^ S)...);
+  return __builtin_shufflevector(a, b, I...);
 #endif
 }
 
+constexpr std::make_integer_sequence<int, W> PLACES{};
+
 // Combines the numbers of a vector by halves; every place has the result.
-template <int S, class Function>
-inline Vec folded(Vec v, Function&& two) {
-  v = two(v, swapped<S>(v, std::make_integer_sequence<int, W>{}));
-  if constexpr (S > 1) v = folded<S / 2>(v, two);
+template <int S, class Function, int... J>
+inline Vec folded(Vec v, Function&& two, std::integer_sequence<int, J...> places) {
+  v = two(v, shuffled<(J ^ S)...>(v, v));
+  if constexpr (S > 1) v = folded<S / 2>(v, two, places);
   return v;
 }
 
 inline float sum(Vec v) {
-  return folded<W / 2>(v, [](Vec a, Vec b) { return a + b; })[0];
+  return folded<W / 2>(v, [](Vec a, Vec b) { return a + b; }, PLACES)[0];
 }
 
 // Of rows of whole vectors, added up in double precision.
@@ -89,7 +91,7 @@ inline float inner_product(const float* a, const float* b, int64_t n) {
 }
 
 inline float largest(Vec v) {
-  return folded<W / 2>(v, [](Vec a, Vec b) { return larger(a, b); })[0];
+  return folded<W / 2>(v, [](Vec a, Vec b) { return larger(a, b); }, PLACES)[0];
 }
 
 // 0, 1, 2, ...
