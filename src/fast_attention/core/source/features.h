@@ -92,7 +92,7 @@ class FeatureWork {
  public:
   FeatureWork(const FeaturesCall& call, int64_t head, bool backward)
       : c(call), b(head % call.batch), h(head / call.batch), lane(b * call.heads + h),
-        exponential(call.map == EXPONENTIAL), random(call.map >= EXPONENTIAL), scaled(random || call.fading > 0),
+        mask(call.key_mask.at(b, h)), exponential(call.map == EXPONENTIAL), random(call.map >= EXPONENTIAL), scaled(random || call.fading > 0),
         columns(whole(call.features, W)), line(whole(call.features, 32)), value_row(whole(call.values, 32)),
         width_row(whole(call.width, 32)), row_line(whole(call.rows, 32)), sum_numbers(line * value_row + line) {
     const int64_t rows = AT_ONCE;
@@ -105,7 +105,7 @@ class FeatureWork {
     logs = static_cast<double*>(m.bytes((c.fading > 0 ? SECTION * c.fading : rows) * 8));
     if (!random) return;
     norms = m.floats(rows), not_numbers = m.floats(rows), bias = m.floats(line);
-    const float* added = c.bias == nullptr ? nullptr : c.bias + b * c.bias_batch + h * c.bias_head;
+    const float* added = c.bias.at(b, h);
     for (int64_t e = 0; e < line; ++e)
       bias[e] = e >= c.features ? -INFINITE : added == nullptr ? 0.0f : added[e] * LOG2E;
     static thread_local PackedRows packed[2];
@@ -128,9 +128,8 @@ class FeatureWork {
     return &packed;
   }
 
-  int64_t at(const Tokens& x, int64_t i) const { return b * x.batch + h * x.head + i * x.row; }
-  const uint8_t* mask() const { return c.key_mask == nullptr ? nullptr : c.key_mask + b * c.mask_batch + h * c.mask_head; }
-  bool hidden(int64_t key) const { return c.key_mask != nullptr && !mask()[key]; }
+  int64_t at(const Tokens& x, int64_t i) const { return x.at(b, h, i); }
+  bool hidden(int64_t key) const { return mask != nullptr && !mask[key]; }
 
   // Sums number `slot` of `slots` that each head has.
   FeatureSums slot_of(float* states, int64_t slots, int64_t slot) const {
@@ -352,7 +351,7 @@ class FeatureWork {
 
   // Rows of values of keys, zeros for hidden ones.
   Rows values(int64_t first, int64_t n) const {
-    const bool hides = c.key_mask != nullptr && std::memchr(mask() + first, 0, static_cast<size_t>(n)) != nullptr;
+    const bool hides = mask != nullptr && std::memchr(mask + first, 0, static_cast<size_t>(n)) != nullptr;
     if (whole_vectors(c.v, c.values) && !hides) return {static_cast<float*>(c.v.data) + at(c.v, first), c.v.row};
     for (int64_t i = 0; i < n; ++i)
       if (hidden(first + i)) clear(value_memory + i * value_row, value_row);
@@ -539,6 +538,7 @@ class FeatureWork {
   Frame m;
   const FeaturesCall& c;
   const int64_t b, h, lane;
+  const uint8_t* const mask;
   const bool exponential, random, scaled;
   const int64_t columns, line, value_row, width_row, row_line, sum_numbers;
   FeatureSums sums{}, before{}, added{};  // sums = before + added where those are kept apart

@@ -22,7 +22,7 @@ class HybridWork {
     row = w.m.floats(value_row), token = w.m.floats(width_row), factors = w.m.floats(2 * w.line);
     end_keys = w.m.floats(c.end_count * width_row), end_values = w.m.floats(c.end_count * value_row);
     near_ends = w.m.ints(c.end_count);
-    ends = c.ends + w.b * c.ends_batch + w.h * c.ends_head;
+    ends = c.ends.at(w.b, w.h);
     sums = c.near.sums + w.lane * f.length * 2;
   }
 

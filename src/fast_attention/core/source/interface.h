@@ -11,6 +11,15 @@ struct Tokens {
   void* data;
   int64_t batch, head, row;
   Kind kind;
+  int64_t at(int64_t b, int64_t h, int64_t i) const { return b * batch + h * head + i * row; }
+};
+
+// Numbers (batch, heads, n), those of a head side by side; nullptr: there are none.
+template <class T>
+struct Lines {
+  const T* data;
+  int64_t batch, head;
+  const T* at(int64_t b, int64_t h) const { return data == nullptr ? nullptr : data + b * batch + h * head; }
 };
 
 // Runs body(context, thread) on some threads of torch's own pool at once: one parallel region.
@@ -32,15 +41,18 @@ struct Range {
   int32_t first, end, low, high, least, count;
 };
 
-struct TilesCall {
+// What every attention has: tokens, their sizes, and one byte a key, not 0 where it may be seen.
+struct Call {
   Tokens q, k, v, out;
+  int64_t batch, heads, groups, length, keys, width, values;
+  Lines<uint8_t> key_mask;
+};
+
+struct TilesCall : Call {
   float* sums;  // (batch, heads, length, 2): a query's largest score in units of log 2, and the sum of powers of two of
                 // what its scores are below it: one number for both would lose digits of every weight. 0, 0: it sees none
-  int64_t batch, heads, groups, length, keys, width, values;
-  const uint8_t* key_mask;  // one byte a key, not 0 where it may be seen; nullptr: all may
-  int64_t mask_batch, mask_head;
   const float* numbers;  // (heads, number_count): what scores gain by offset j - i, from first_offset on
-  int64_t numbers_head, first_offset, number_count;
+  int64_t first_offset, number_count;
   const float* vectors;  // (heads, number_count, width): queries meet them by offset, beside keys; nullptr: none
   const float* sinks;  // (heads): a logit of each head without a value
   const Tile* tiles;   // sorted by rows; tile_batch and tile_head are strides in tiles, 0 where all share them
@@ -73,25 +85,33 @@ struct States {
   float *kv, *z, *log_scale;
 };
 
-struct FeaturesCall {
-  Tokens q, k, v, out;
+constexpr int64_t SECTION = 256;  // tokens of one item of work
+inline int64_t section_count(int64_t tokens) { return (tokens + SECTION - 1) / SECTION; }
+inline int64_t state_numbers(int64_t features, int64_t values) {
+  return (features + 31) / 32 * 32 * ((values + 31) / 32 * 32 + 2);
+}
+
+struct FeaturesCall : Call {
   float* denominators;  // ([1 or 2], batch, heads, length): then the logarithms of the queries' largest terms
   float* states;        // (batch, heads, sections of keys + 1, state_numbers): the sums before each, and after all
-  int64_t batch, heads, length, keys, width, rows, features, values;
-  const uint8_t* key_mask;
-  int64_t mask_batch, mask_head;
+  int64_t rows, features;
   Map map;
   float offset, eps;  // offset: what RELU adds
   bool causal;        // as many keys at least as queries, which are the last of them
   Tokens query_rows, key_rows;  // (batch, heads, rows, width)
   Tokens decay;                 // (batch, heads, keys, fading): e^it is what a token leaves of the sums before it
   int64_t fading;               // 0: nothing decays, 1: all features alike, else as many as there are features
-  const float* bias;            // (batch, heads, features), added to exponents; nullptr: nothing
-  int64_t bias_batch, bias_head;
+  Lines<float> bias;            // of features, added to exponents
   States first, last;  // before the first key, after the last; null pointers where not given, not wanted
   int64_t number;      // of the call
   bool normed;         // features of queries have the factor of their lengths, which normalisers of their own cancel
   bool normalized;     // outputs are numerators over denominators, not numerators
+
+  // Sections of leading keys, which all queries see, come first, then those of the keys beside the queries.
+  int64_t leading_keys() const { return causal ? keys - length : keys; }
+  int64_t leading() const { return section_count(leading_keys()); }
+  int64_t query_sections() const { return section_count(length); }
+  int64_t key_sections() const { return leading() + (causal ? query_sections() : 0); }
 };
 
 struct FeaturesGradients {
@@ -102,12 +122,6 @@ struct FeaturesGradients {
   float* d_bias;                       // (batch, heads, both sections, features)
   float* d_decay;                      // as decays, zeros at first: of the sum of a token's decays and those before it
 };
-
-constexpr int64_t SECTION = 256;  // tokens of one item of work
-inline int64_t section_count(int64_t tokens) { return (tokens + SECTION - 1) / SECTION; }
-inline int64_t state_numbers(int64_t features, int64_t values) {
-  return (features + 31) / 32 * 32 * ((values + 31) / 32 * 32 + 2);
-}
 
 // Sums of blocks of keys that every block of queries reads but for the blocks around it. Reader t of `readers` has the
 // sums of blocks [0, low(t)) and [high(t), summed). Readers of a section, `together` of them, are one item of work.
@@ -128,8 +142,8 @@ struct HybridCall {
   FeaturesCall far;   // of the same tokens; its mask leaves sink tokens out; denominators: weights of the sums in outputs, then logarithms
   int64_t block, before, after;  // tokens of a block, counted from the first key; near blocks around the query's own
   bool causal;        // as many keys at least as queries, which are the last of them
-  const int64_t* ends;  // (batch, heads, end_count): positions of sink tokens; there is none from `keys` on
-  int64_t end_count, ends_batch, ends_head;
+  Lines<int64_t> ends;  // positions of sink tokens; there is none from `keys` on
+  int64_t end_count;
 
   int64_t first_position() const { return near.keys - near.length; }  // of a query
   int64_t first_block() const {  // of a query, rounded down
@@ -165,12 +179,11 @@ struct HashCall {
   int64_t factor_count;
 };
 
-struct LshCall {
-  Tokens q, v, out;
+struct LshCall : Call {
   const int32_t* buckets;  // (batch, heads, rounds, length), from 0 to `number`, which is that of masked tokens
   int32_t *order, *codes;  // (batch, heads, rounds, length): see lsh.h
   float *lengths, *logs;   // (batch, heads, length): of queries; of normalisers, base 2, +infinity where nobody is met
-  int64_t batch, heads, length, width, values, rounds, number, size;
+  int64_t rounds, number, size;
   bool ranked, across, causal, distinct;
   float scale, shortest;
 };

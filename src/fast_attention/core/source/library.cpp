@@ -61,11 +61,21 @@ Pool pool() {
 }
 
 // Refuses sizes that the kernels would read or write beyond.
-void check(bool fits, const char* message) {
-  if (!fits) throw std::runtime_error(message);
+void check(bool fits, std::string_view what, const char* why = "do not fit the call's sizes") {
+  if (!fits) throw std::runtime_error("the core's " + std::string(what) + " " + why);
 }
 
-// The arguments of a call by the names of its schema, all taken from torch's stack at once.
+bool has_shape(const Tensor& x, std::initializer_list<int64_t> sizes) {
+  bool same = x.dim() == static_cast<int64_t>(sizes.size());
+  for (int64_t axis = 0; same && axis < x.dim(); ++axis) same = x.size(axis) == sizes.begin()[axis];
+  return same;
+}
+
+// Whether numbers of the last axis lie side by side, wherever those of the others are.
+bool has_rows(const Tensor& x) { return x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) <= 1; }
+
+// The arguments of a call by the names of its schema, all taken from torch's stack at once. Tensors come with the sizes
+// that the kernels read.
 class Arguments {
  public:
   Arguments(const char* schema, const StableIValue* stack) {
@@ -83,19 +93,45 @@ class Arguments {
       type = end + (*end == ',' ? 2 : 3);  // the next type, or the end of the arrow
     }
   }
-  const MaybeTensor& maybe(std::string_view name) const { return find(name).tensor; }
+  bool has(std::string_view name) const { return find(name).tensor.has_value(); }
   const Tensor& operator[](std::string_view name) const { return *find(name).tensor; }
   const std::vector<int64_t>& list(std::string_view name) const { return find(name).list; }
   int64_t integer(std::string_view name) const { return find(name).integer; }
   double real(std::string_view name) const { return find(name).number; }
   float number(std::string_view name) const { return static_cast<float>(real(name)); }
 
-  // So many contiguous floats; a null pointer where there is no tensor.
-  float* floats(std::string_view name, int64_t count, const char* message) const {
-    const MaybeTensor& x = find(name).tensor;
-    if (!x) return nullptr;
-    check(x->numel() == count && x->is_contiguous() && x->scalar_type() == ScalarType::Float, message);
-    return static_cast<float*>(x->data_ptr());
+  // (batch, heads, length, numbers)
+  Tokens tokens(std::string_view name, std::initializer_list<int64_t> sizes) const {
+    const Tensor& x = (*this)[name];
+    const ScalarType type = x.scalar_type();
+    check(has_shape(x, sizes) && has_rows(x), name);
+    check(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
+          "are not in float32, bfloat16 or float16");
+    const Kind kind = type == ScalarType::Float ? FLOAT32 : type == ScalarType::BFloat16 ? BFLOAT16 : FLOAT16;
+    return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), kind};
+  }
+
+  // (batch, heads, numbers); none where there is no tensor.
+  template <class T>
+  Lines<T> lines(std::string_view name, std::initializer_list<int64_t> sizes) const {
+    if (!has(name)) return {};
+    const Tensor& x = (*this)[name];
+    check(has_shape(x, sizes) && has_rows(x) && x.element_size() == sizeof(T), name);
+    return {static_cast<const T*>(x.data_ptr()), x.stride(0), x.stride(1)};
+  }
+
+  // So many contiguous numbers; a null pointer where there is no tensor.
+  void* numbers(std::string_view name, int64_t count, ScalarType type) const {
+    if (!has(name)) return nullptr;
+    const Tensor& x = (*this)[name];
+    check(x.numel() == count && x.is_contiguous() && x.scalar_type() == type, name);
+    return x.data_ptr();
+  }
+  float* floats(std::string_view name, int64_t count) const {
+    return static_cast<float*>(numbers(name, count, ScalarType::Float));
+  }
+  int32_t* ints(std::string_view name, int64_t count) const {
+    return static_cast<int32_t*>(numbers(name, count, ScalarType::Int));
   }
 
  private:
@@ -114,88 +150,63 @@ class Arguments {
   std::vector<Value> values_;
 };
 
-bool has_shape(const Tensor& x, std::initializer_list<int64_t> sizes) {
-  bool same = x.dim() == static_cast<int64_t>(sizes.size());
-  for (int64_t axis = 0; same && axis < x.dim(); ++axis) same = x.size(axis) == sizes.begin()[axis];
-  return same;
+// Tokens and sizes of a call, given the names of its keys and of their mask.
+void set_tokens(const Arguments& a, Call& c, const char* keys, const char* key_mask) {
+  const Tensor &q = a["q"], &k = a[keys];
+  c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3);
+  c.groups = k.size(1), c.keys = k.size(2), c.values = a["v"].size(3);
+  check(c.groups > 0 && c.heads % c.groups == 0, "heads");
+  c.q = a.tokens("q", {c.batch, c.heads, c.length, c.width});
+  c.k = a.tokens(keys, {c.batch, c.groups, c.keys, c.width});
+  c.v = a.tokens("v", {c.batch, c.groups, c.keys, c.values});
+  c.out = a.tokens("out", {c.batch, c.heads, c.length, c.values});
+  if (key_mask != nullptr) c.key_mask = a.lines<uint8_t>(key_mask, {c.batch, c.heads, c.keys});
 }
 
-// Whether numbers of the last axis lie side by side, wherever those of the others are.
-bool has_rows(const Tensor& x) { return x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) <= 1; }
-
-// (batch, heads, length, numbers)
-Tokens tokens(const Tensor& x) {
-  check(x.dim() == 4 && has_rows(x), "the core takes four axes, and numbers of a token side by side");
-  const ScalarType type = x.scalar_type();
-  check(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
-        "the core takes float32, bfloat16 and float16");
-  const Kind kind = type == ScalarType::Float ? FLOAT32 : type == ScalarType::BFloat16 ? BFLOAT16 : FLOAT16;
-  return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), kind};
+Tokens grad_out(const Arguments& a, const Call& c) {
+  return a.tokens("grad_out", {c.batch, c.heads, c.length, c.values});
 }
-
-// Contiguous numbers that are not floats.
-template <class T>
-T* numbers_of(const Tensor& x) {
-  check(x.is_contiguous(), "the core takes contiguous numbers here");
-  return static_cast<T*>(x.data_ptr());
-}
-
-template <class Call>
-void set_mask(Call& c, const MaybeTensor& mask) {
-  if (!mask) return;
-  check(has_shape(*mask, {c.batch, c.heads, c.keys}) && has_rows(*mask), "the key mask does not fit");
-  c.key_mask = static_cast<const uint8_t*>(mask->data_ptr());
-  c.mask_batch = mask->stride(0), c.mask_head = mask->stride(1);
-}
+Tokens dq(const Arguments& a, const Call& c) { return a.tokens("dq", {c.batch, c.heads, c.length, c.width}); }
 
 // Tiles, and the near keys of Hybrid.
 TilesCall near_call(const Arguments& a) {
-  const Tensor &q = a["q"], &k = a["k"], &v = a["v"], &tiles = a["tiles"], &ranges = a["ranges"];
+  const Tensor& tiles = a["tiles"];
   TilesCall c{};
-  c.q = tokens(q), c.k = tokens(k), c.v = tokens(v), c.out = tokens(a["out"]);
-  c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3);
-  c.groups = k.size(1), c.keys = k.size(2), c.values = v.size(3);
-  check(k.size(3) == c.width && v.size(2) == c.keys && v.size(1) == c.groups, "keys and values do not fit");
-  check(k.size(0) == c.batch && v.size(0) == c.batch && c.groups > 0 && c.heads % c.groups == 0, "heads do not fit");
-  check(has_shape(a["out"], {c.batch, c.heads, c.length, c.values}), "the output does not fit");
-  c.sums = a.floats("sums", 2 * c.batch * c.heads * c.length, "the normalisers do not fit");
-  set_mask(c, a.maybe("key_mask"));
-  if (const MaybeTensor& numbers = a.maybe("numbers")) c.number_count = c.numbers_head = numbers->size(1);
-  c.numbers = a.floats("numbers", c.heads * c.number_count, "the numbers of offsets do not fit");
-  c.sinks = a.floats("sinks", c.heads, "the sinks do not fit");
+  set_tokens(a, c, "k", "key_mask");
+  c.sums = a.floats("sums", 2 * c.batch * c.heads * c.length);
+  if (a.has("numbers")) c.number_count = a["numbers"].size(1);
+  c.numbers = a.floats("numbers", c.heads * c.number_count);
+  c.sinks = a.floats("sinks", c.heads);
   c.first_offset = a.integer("first_offset"), c.scale = a.number("scale");
-  check(tiles.dim() == 4 && tiles.size(3) == 4 && ranges.dim() == 2 && ranges.size(1) == 6,
-        "tiles are (batch, heads, number, 4), ranges (number, 6)");
-  check((tiles.size(0) == 1 || tiles.size(0) == c.batch) && (tiles.size(1) == 1 || tiles.size(1) == c.heads),
-        "the tiles do not fit the heads");
-  c.tiles = numbers_of<Tile>(tiles), c.ranges = numbers_of<Range>(ranges);
+  const int64_t batch = tiles.size(0), heads = tiles.size(1);
+  check((batch == 1 || batch == c.batch) && (heads == 1 || heads == c.heads) && tiles.size(3) == 4, "tiles");
   c.tile_count = tiles.size(2);
-  c.tile_head = tiles.size(1) == 1 ? 0 : c.tile_count;
-  c.tile_batch = tiles.size(0) == 1 ? 0 : c.tile_count * tiles.size(1);
+  c.tiles = reinterpret_cast<const Tile*>(a.ints("tiles", batch * heads * c.tile_count * 4));
+  c.ranges = reinterpret_cast<const Range*>(a.ints("ranges", a["ranges"].size(0) * 6));
+  c.tile_head = heads == 1 ? 0 : c.tile_count;
+  c.tile_batch = batch == 1 ? 0 : c.tile_count * heads;
   return c;
 }
 
 TilesGradients near_gradients(const Arguments& a, const TilesCall& c) {
   TilesGradients d{};
-  d.grad_out = tokens(a["grad_out"]), d.dq = tokens(a["dq"]);
+  d.grad_out = grad_out(a, c), d.dq = dq(a, c);
   d.dk_row = a["dk"].size(3), d.dv_row = a["dv"].size(3);
-  const char* message = "the gradients of keys and values do not fit";
-  check(d.dk_row >= c.width && d.dk_row % 16 == 0 && d.dv_row >= c.values && d.dv_row % 16 == 0, message);
-  d.dk = a.floats("dk", c.batch * c.groups * c.keys * d.dk_row, message);
-  d.dv = a.floats("dv", c.batch * c.groups * c.keys * d.dv_row, message);
-  d.d_numbers = a.floats("d_numbers", c.batch * c.heads * c.number_count, "the gradients of numbers do not fit");
+  check(d.dk_row >= c.width && d.dk_row % 16 == 0, "dk"), check(d.dv_row >= c.values && d.dv_row % 16 == 0, "dv");
+  d.dk = a.floats("dk", c.batch * c.groups * c.keys * d.dk_row);
+  d.dv = a.floats("dv", c.batch * c.groups * c.keys * d.dv_row);
+  d.d_numbers = a.floats("d_numbers", c.batch * c.heads * c.number_count);
   return d;
 }
 
 TilesCall tiles_call(const Arguments& a) {
   TilesCall c = near_call(a);
-  c.vectors = a.floats("vectors", c.heads * c.number_count * c.width, "the vectors of offsets do not fit");
-  if (const MaybeTensor& choices = a.maybe("choices")) {
-    c.choice_count = choices->size(3), c.block = a.integer("block");
-    check(has_shape(*choices, {c.batch, c.heads, c.length, c.choice_count}) && choices->scalar_type() == ScalarType::Long &&
-              c.block >= 1 && c.length <= c.keys && c.tile_count == 0 && c.numbers == nullptr,
-          "the choices do not fit");
-    c.choices = numbers_of<int64_t>(*choices);
+  c.vectors = a.floats("vectors", c.heads * c.number_count * c.width);
+  if (a.has("choices")) {
+    c.choice_count = a["choices"].size(3), c.block = a.integer("block");
+    check(c.block >= 1 && c.length <= c.keys && c.tile_count == 0 && c.numbers == nullptr, "choices");
+    const int64_t count = c.batch * c.heads * c.length * c.choice_count;
+    c.choices = static_cast<const int64_t*>(a.numbers("choices", count, ScalarType::Long));
   }
   c.cap = a.number("cap"), c.dropout = a.number("dropout"), c.seed = static_cast<uint64_t>(a.integer("seed"));
   c.keep = static_cast<int32_t>((1.0 - a.real("dropout")) * 16777216.0);
@@ -210,82 +221,73 @@ bool tiles_forward(const Arguments& a) {
 bool tiles_backward(const Arguments& a) {
   const TilesCall c = tiles_call(a);
   TilesGradients d = near_gradients(a, c);
-  d.d_vectors = a.floats("d_vectors", c.batch * c.heads * c.number_count * c.width, "the gradients do not fit");
+  d.d_vectors = a.floats("d_vectors", c.batch * c.heads * c.number_count * c.width);
   kernels->tiles_backward(c, d, pool());
   return true;
 }
 
 // A state of a call, or its gradient, which has no scales.
 States states_of(const Arguments& a, const FeaturesCall& c, const char* kv, const char* z, const char* log_scale) {
-  if (!a.maybe(kv)) return {};
+  if (!a.has(kv)) return {};
   const int64_t rows = c.batch * c.heads * c.features;
-  const char* message = "a state does not fit, or one of random features has no scales";
-  const States states{a.floats(kv, rows * c.values, message), a.floats(z, rows, message),
-                      log_scale == nullptr ? nullptr : a.floats(log_scale, rows, message)};
-  check(states.z != nullptr && (log_scale == nullptr || states.log_scale != nullptr || c.map < EXPONENTIAL), message);
+  const States states{a.floats(kv, rows * c.values), a.floats(z, rows),
+                      log_scale == nullptr ? nullptr : a.floats(log_scale, rows)};
+  check(states.z != nullptr, kv, "come without those of keys");
+  check(log_scale == nullptr || states.log_scale != nullptr || c.map < EXPONENTIAL, kv, "come without their scales");
   return states;
 }
 
 // Features, and the far keys of Hybrid, whose names are others in part.
 FeaturesCall far_call(const Arguments& a, const char* key_mask, Map map, bool causal) {
   static std::atomic<int64_t> calls{0};
-  const Tensor &q = a["q"], &k = a["k"], &v = a["v"], &out = a["out"];
   FeaturesCall c{};
   c.number = ++calls;
-  c.q = tokens(q), c.k = tokens(k), c.v = tokens(v), c.out = tokens(out);
-  c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3);
-  c.keys = k.size(2), c.values = v.size(3), c.features = c.width;
-  c.map = map, c.offset = a.number("offset"), c.causal = causal;
-  check(has_shape(k, {c.batch, c.heads, c.keys, c.width}) && has_shape(v, {c.batch, c.heads, c.keys, c.values}),
-        "heads, keys or values do not fit");
-  check(has_shape(out, {c.batch, c.heads, c.length, c.values}), "the output does not fit");
-  check(map >= ELU_PLUS_ONE && map <= TRIGONOMETRIC && (!causal || c.keys >= c.length), "such a call is not served");
-  set_mask(c, a.maybe(key_mask));
+  set_tokens(a, c, "k", key_mask);
+  c.features = c.width, c.map = map, c.offset = a.number("offset"), c.causal = causal;
+  check(c.groups == c.heads && map >= ELU_PLUS_ONE && map <= TRIGONOMETRIC, "heads and maps");
+  check(!causal || c.keys >= c.length, "queries");
   if (map < EXPONENTIAL) return c;
-  check(a.maybe("query_rows") && a.maybe("key_rows"), "random features need rows");
-  c.query_rows = tokens(a["query_rows"]), c.key_rows = tokens(a["key_rows"]), c.rows = a["query_rows"].size(2);
-  for (const char* name : {"query_rows", "key_rows"})
-    check(has_shape(a[name], {c.batch, c.heads, c.rows, c.width}) && tokens(a[name]).kind == FLOAT32, "rows do not fit");
+  check(a.has("query_rows") && a.has("key_rows"), "rows");
+  c.rows = a["query_rows"].size(2);
+  c.query_rows = a.tokens("query_rows", {c.batch, c.heads, c.rows, c.width});
+  c.key_rows = a.tokens("key_rows", {c.batch, c.heads, c.rows, c.width});
+  check(c.query_rows.kind == FLOAT32 && c.key_rows.kind == FLOAT32, "rows", "are not in float32");
   c.features = map == EXPONENTIAL ? c.rows : 2 * c.rows;
-  if (const MaybeTensor& bias = a.maybe("bias"); bias && map == EXPONENTIAL) {
-    check(has_shape(*bias, {c.batch, c.heads, c.features}) && has_rows(*bias) && bias->scalar_type() == ScalarType::Float,
-          "the bias does not fit");
-    c.bias = static_cast<const float*>(bias->data_ptr()), c.bias_batch = bias->stride(0), c.bias_head = bias->stride(1);
-  }
+  if (map == EXPONENTIAL) c.bias = a.lines<float>("bias", {c.batch, c.heads, c.features});
   return c;
 }
 
 // Memory of the sums of so many sections, and of denominators.
 void set_memory(const Arguments& a, FeaturesCall& c, const char* denominators, int64_t slots) {
-  const char* message = "the memory of sums does not fit";
-  c.states = a.floats("states", c.batch * c.heads * slots * state_numbers(c.features, c.values), message);
-  c.denominators = a.floats(denominators, (c.map < EXPONENTIAL ? 1 : 2) * c.batch * c.heads * c.length, message);
+  c.states = a.floats("states", c.batch * c.heads * slots * state_numbers(c.features, c.values));
+  c.denominators = a.floats(denominators, (c.map < EXPONENTIAL ? 1 : 2) * c.batch * c.heads * c.length);
 }
 
 // With memory of so many sums, and of so many sections of queries and of keys.
 FeaturesGradients far_gradients(const Arguments& a, const FeaturesCall& c, int64_t slots, int64_t queries, int64_t keys) {
   FeaturesGradients d{};
-  d.grad_out = tokens(a["grad_out"]), d.dq = tokens(a["dq"]), d.dk = tokens(a["dk"]), d.dv = tokens(a["dv"]);
+  d.grad_out = grad_out(a, c), d.dq = dq(a, c);
+  d.dk = a.tokens("dk", {c.batch, c.heads, c.keys, a["dk"].size(3)});
+  d.dv = a.tokens("dv", {c.batch, c.heads, c.keys, a["dv"].size(3)});
+  check(a["dk"].size(3) >= c.width, "dk"), check(a["dv"].size(3) >= c.values, "dv");
   const int64_t heads = c.batch * c.heads, rows = c.rows * ((c.width + 31) / 32 * 32);
-  const char* message = "the memory of gradients does not fit";
-  d.states = a.floats("d_states", heads * slots * state_numbers(c.features, c.values), message);
-  d.d_query_rows = a.floats("d_query_rows", heads * queries * rows, message);
-  d.d_key_rows = a.floats("d_key_rows", heads * keys * rows, message);
-  d.d_bias = a.floats("d_bias", heads * (queries + keys) * ((c.features + 31) / 32 * 32), message);
+  d.states = a.floats("d_states", heads * slots * state_numbers(c.features, c.values));
+  d.d_query_rows = a.floats("d_query_rows", heads * queries * rows);
+  d.d_key_rows = a.floats("d_key_rows", heads * keys * rows);
+  d.d_bias = a.floats("d_bias", heads * (queries + keys) * ((c.features + 31) / 32 * 32));
   return d;
 }
 
 FeaturesCall features_call(const Arguments& a) {
   FeaturesCall c = far_call(a, "key_mask", static_cast<Map>(a.integer("map")), a.integer("causal") != 0);
   c.eps = a.number("eps"), c.normalized = a.integer("normalized") != 0;
-  if (const MaybeTensor& decay = a.maybe("decay")) {
-    c.decay = tokens(*decay), c.fading = decay->size(3);
-    check(has_shape(*decay, {c.batch, c.heads, c.keys, c.fading}) && (c.fading == 1 || c.fading == c.features) &&
-              c.decay.kind == FLOAT32 && c.map < EXPONENTIAL && c.causal && c.keys == c.length,
-          "the decays do not fit");
+  if (a.has("decay")) {
+    c.fading = a["decay"].size(3);
+    c.decay = a.tokens("decay", {c.batch, c.heads, c.keys, c.fading});
+    check((c.fading == 1 || c.fading == c.features) && c.decay.kind == FLOAT32 && c.map < EXPONENTIAL && c.causal &&
+              c.keys == c.length, "decays");
   }
-  const int64_t leading = c.causal ? c.keys - c.length : c.keys;
-  set_memory(a, c, "denominators", section_count(leading) + (c.causal ? section_count(c.length) : 0) + 1);
+  set_memory(a, c, "denominators", c.key_sections() + 1);
   c.first = states_of(a, c, "first_kv", "first_z", "first_scale");
   return c;
 }
@@ -298,12 +300,11 @@ bool features_forward(const Arguments& a) {
 
 bool features_backward(const Arguments& a) {
   const FeaturesCall c = features_call(a);
-  const int64_t leading = section_count(c.causal ? c.keys - c.length : c.keys), queries = section_count(c.length);
-  FeaturesGradients d = far_gradients(a, c, queries + 1, queries, leading + (c.causal ? queries : 0));
+  FeaturesGradients d = far_gradients(a, c, c.query_sections() + 1, c.query_sections(), c.key_sections());
   d.last = states_of(a, c, "d_last_kv", "d_last_z", nullptr), d.first = states_of(a, c, "d_first_kv", "d_first_z", nullptr);
-  d.d_decay = a.floats("d_decay", c.batch * c.heads * c.keys * c.fading, "gradients of decays do not fit");
-  check(c.fading == 0 || d.d_decay != nullptr, "gradients of decays do not fit");
-  check(d.first.kv == nullptr || c.first.kv != nullptr, "only a state that was given has a gradient");
+  d.d_decay = a.floats("d_decay", c.batch * c.heads * c.keys * c.fading);
+  check(c.fading == 0 || d.d_decay != nullptr, "d_decay");
+  check(d.first.kv == nullptr || c.first.kv != nullptr, "d_first_kv", "belong to no state");
   kernels->features_backward(c, d, pool());
   return true;
 }
@@ -311,21 +312,17 @@ bool features_backward(const Arguments& a) {
 // place: tokens of a block, near blocks before and after a query's own, causal, map of features
 HybridCall hybrid_call(const Arguments& a) {
   const std::vector<int64_t>& place = a.list("place");
-  const Tensor& ends = a["ends"];
   HybridCall c{};
-  check(place.size() == 5 && place[0] >= 1 && place[1] >= 0 && place[2] >= 0, "the blocks do not fit");
+  check(place.size() == 5 && place[0] >= 1 && place[1] >= 0 && place[2] >= 0, "place");
   c.block = place[0], c.before = place[1], c.after = place[2], c.causal = place[3] != 0;
   c.near = near_call(a);
-  check(c.near.keys >= 1 && c.near.length >= 1 && (!c.causal || c.near.keys >= c.near.length) &&
-            c.near.heads == c.near.groups && c.near.out.kind == FLOAT32,
-        "such a call is not served");
+  check(c.near.keys >= 1 && c.near.length >= 1 && (!c.causal || c.near.keys >= c.near.length), "queries");
+  check(c.near.out.kind == FLOAT32, "out", "are not in float32");
   c.far = far_call(a, "others", static_cast<Map>(place[4]), false);
   c.far.normalized = c.far.normed = true;
   set_memory(a, c.far, "weights", c.of_queries().slots());
-  c.end_count = ends.size(2);
-  check(has_shape(ends, {c.near.batch, c.near.heads, c.end_count}) && has_rows(ends) && ends.scalar_type() == ScalarType::Long,
-        "the sink tokens do not fit");
-  c.ends = static_cast<const int64_t*>(ends.data_ptr()), c.ends_batch = ends.stride(0), c.ends_head = ends.stride(1);
+  c.end_count = a["ends"].size(2);
+  c.ends = a.lines<int64_t>("ends", {c.near.batch, c.near.heads, c.end_count});
   return c;
 }
 
@@ -336,52 +333,42 @@ bool hybrid_backward(const Arguments& a) {
   const int64_t queries = c.of_queries().sections(), keys = c.of_keys().sections();
   HybridGradients d{near_gradients(a, c.near), far_gradients(a, c.far, c.of_keys().slots(), queries, keys), nullptr};
   d.near.part = true;
-  check(d.near.dq.kind == FLOAT32, "gradients are in float32 here");
-  d.ends = a.floats("d_ends", c.near.batch * c.near.heads * queries * c.end_count * (d.near.dk_row + d.near.dv_row),
-                    "the gradients of sink tokens do not fit");
+  check(d.near.dq.kind == FLOAT32, "dq", "are not in float32");
+  d.ends = a.floats("d_ends", c.near.batch * c.near.heads * queries * c.end_count * (d.near.dk_row + d.near.dv_row));
   kernels->hybrid_backward(c, d, pool());
   return true;
 }
 
 bool lsh_hash(const Arguments& a) {
-  const Tensor &q = a["q"], &rotations = a["rotations"], &buckets = a["buckets"];
+  const Tensor &q = a["q"], &rotations = a["rotations"];
   const std::vector<int64_t>& factors = a.list("factors");
   HashCall c{};
   c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3);
   c.rounds = rotations.size(1), c.columns = rotations.size(3);
-  c.q = tokens(q), c.buckets = numbers_of<int32_t>(buckets);
-  check(has_shape(rotations, {c.heads, c.rounds, c.width, c.columns}), "the rotations do not fit");
-  c.rotations = a.floats("rotations", c.heads * c.rounds * c.width * c.columns, "the rotations do not fit");
+  c.q = a.tokens("q", {c.batch, c.heads, c.length, c.width});
+  c.rotations = a.floats("rotations", c.heads * c.rounds * c.width * c.columns);
+  c.buckets = a.ints("buckets", c.batch * c.heads * c.rounds * c.length);
   c.factors = factors.data(), c.factor_count = static_cast<int64_t>(factors.size());
   int64_t halves = 0;
   for (const int64_t factor : factors) {
-    check(factor >= 2 && factor % 2 == 0, "numbers of buckets are even");
+    check(factor >= 2 && factor % 2 == 0, "factors", "are not even numbers of buckets");
     halves += factor / 2;
   }
-  check(halves == c.columns, "the rotations do not fit the numbers of buckets");
-  check(buckets.scalar_type() == ScalarType::Int && buckets.numel() == c.batch * c.heads * c.rounds * c.length,
-        "the buckets do not fit");
+  check(halves == c.columns, "factors");
   kernels->lsh_hash(c, pool());
   return true;
 }
 
 // flags: ranked, across, causal, distinct
 LshCall lsh_call(const Arguments& a) {
-  const Tensor &q = a["q"], &v = a["v"], &codes = a["codes"];
   const std::vector<int64_t>& flags = a.list("flags");
   LshCall c{};
-  c.q = tokens(q), c.v = tokens(v), c.out = tokens(a["out"]);
-  c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3), c.values = v.size(3);
-  for (const char* name : {"v", "out"})
-    check(has_shape(a[name], {c.batch, c.heads, c.length, c.values}), "values and outputs do not fit");
-  c.rounds = codes.size(2), c.number = a.integer("number"), c.size = a.integer("size");
+  set_tokens(a, c, "q", nullptr);
+  c.rounds = a["codes"].size(2), c.number = a.integer("number"), c.size = a.integer("size");
+  check(c.number >= 1 && c.size >= 1 && flags.size() == 4, "buckets and flags");
   const int64_t count = c.batch * c.heads * c.length;
-  for (const char* name : {"order", "codes"})
-    check(a[name].numel() == count * c.rounds && a[name].scalar_type() == ScalarType::Int, "orders and codes do not fit");
-  check(c.number >= 1 && c.size >= 1 && flags.size() == 4, "the settings do not fit");
-  c.order = numbers_of<int32_t>(a["order"]), c.codes = numbers_of<int32_t>(codes);
-  c.lengths = a.floats("lengths", count, "lengths and logs do not fit");
-  c.logs = a.floats("logs", count, "lengths and logs do not fit");
+  c.order = a.ints("order", count * c.rounds), c.codes = a.ints("codes", count * c.rounds);
+  c.lengths = a.floats("lengths", count), c.logs = a.floats("logs", count);
   c.ranked = flags[0] != 0, c.across = flags[1] != 0, c.causal = flags[2] != 0, c.distinct = flags[3] != 0;
   c.scale = a.number("scale"), c.shortest = a.number("shortest");
   return c;
@@ -389,19 +376,15 @@ LshCall lsh_call(const Arguments& a) {
 
 bool lsh_forward(const Arguments& a) {
   LshCall c = lsh_call(a);
-  const Tensor& buckets = a["buckets"];
-  check(buckets.numel() == a["codes"].numel() && buckets.scalar_type() == ScalarType::Int, "the buckets do not fit");
-  c.buckets = numbers_of<int32_t>(buckets);
+  c.buckets = a.ints("buckets", c.batch * c.heads * c.length * c.rounds);
   kernels->lsh_forward(c, pool());
   return true;
 }
 
 bool lsh_backward(const Arguments& a) {
   const LshCall c = lsh_call(a);
-  check(has_shape(a["dq"], {c.batch, c.heads, c.length, c.width}), "the gradients do not fit");
-  for (const char* name : {"grad_out", "dv"})
-    check(has_shape(a[name], {c.batch, c.heads, c.length, c.values}), "the gradients do not fit");
-  kernels->lsh_backward(c, {tokens(a["grad_out"]), tokens(a["dq"]), tokens(a["dv"])}, pool());
+  const Tokens dv = a.tokens("dv", {c.batch, c.heads, c.length, c.values});
+  kernels->lsh_backward(c, {grad_out(a, c), dq(a, c), dv}, pool());
   return true;
 }
 

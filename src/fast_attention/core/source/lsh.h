@@ -52,7 +52,7 @@ inline void hash_span(const HashCall& c, int64_t batch, int64_t head, Span span)
   const float* rotations = c.rotations + head * c.rounds * c.width * c.columns;
   int32_t* to = c.buckets + (batch * c.heads + head) * c.rounds * c.length;
   in_steps(span, PANEL, [&](int64_t t, int64_t number) {  // a panel of tokens and a round's rotations are in the first cache
-    pack_panel(c.q, batch * c.q.batch + head * c.q.head + t * c.q.row, number, c.width, row, panel);
+    pack_panel(c.q, c.q.at(batch, head, t), number, c.width, row, panel);
     for (int64_t r = 0; r < c.rounds; ++r) {
       product(c.columns, PANEL, c.width, rotations + r * c.width * c.columns, 1, c.columns, panel, PANEL, scores, PANEL,
               false);
@@ -105,7 +105,7 @@ inline void measure(const LshCall& c, int64_t batch, int64_t head, float* length
   const int64_t padded = whole(c.width, W);
   float* row = m.floats(padded);
   for (int64_t i = 0; i < c.length; ++i) {
-    read_row(c.q, batch * c.q.batch + head * c.q.head + i * c.q.row, c.width, padded, 1.0f, row);
+    read_row(c.q, c.q.at(batch, head, i), c.width, padded, 1.0f, row);
     lengths[i] = std::max(std::sqrt(product_of_rows(row, row, padded)), c.shortest);
   }
 }
@@ -155,7 +155,7 @@ class HashedWork {
     row = m.floats(std::max(width_row, value_row));
   }
 
-  int64_t place(const Tokens& x, int64_t i) const { return batch * x.batch + head * x.head + i * x.row; }
+  int64_t place(const Tokens& x, int64_t i) const { return x.at(batch, head, i); }
 
   // Rows of sums: those of the tensor where they are whole vectors, else of a buffer; zeros at first.
   Rows sums_of(const Tokens& x, int64_t n, Span span) {

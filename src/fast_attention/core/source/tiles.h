@@ -56,7 +56,7 @@ class TileWork {
       : c(call), it(item), chunk(chunk_keys(call.width)), row0(item.row),
         rows(item.row_end - item.row), group(item.head / (call.heads / call.groups)), width_row(whole(call.width, W)),
         value_row(whole(call.values, W)), score_row(chunk + PANEL), offset_row(chunk + MOST_ROWS + PANEL),
-        ranges(call.ranges), sums(call.sums + ((item.batch * call.heads + item.head) * call.length + item.row) * 2) {
+        mask(call.key_mask.at(item.batch, item.head)), ranges(call.ranges), sums(call.sums + ((item.batch * call.heads + item.head) * call.length + item.row) * 2) {
     if (c.block > 0) gather_tiles();
     low = call.keys, high = 0;
     for (int64_t t = 0; t < it.count; ++t) add_keys(it.tiles[t], ranges, low, high);
@@ -71,7 +71,7 @@ class TileWork {
     begin_bf16();
     copied_values = m.floats(whole_vectors(c.v, c.values) || bf16 ? 0 : chunk * value_row);
     copied_keys = m.floats(whole_vectors(c.k, c.width) || !backward ? 0 : chunk * width_row);
-    if (c.key_mask != nullptr) key_bias = m.floats(chunk);
+    if (mask != nullptr) key_bias = m.floats(chunk);
     if (c.vectors == nullptr) return;
     vectors = m.floats(offset_row * width_row), products = m.floats(MOST_ROWS * offset_row);
     vector_panel = m.floats(PANEL * c.width);
@@ -141,8 +141,8 @@ class TileWork {
     for (int64_t i = 0; i < M; ++i) add_row(x + at(tile, first + i) * n, gathered_sums + i * n, n);
   }
 
-  int64_t query(const Tokens& x, int64_t i) const { return it.batch * x.batch + it.head * x.head + i * x.row; }
-  int64_t key(const Tokens& x, int64_t j) const { return it.batch * x.batch + group * x.head + j * x.row; }
+  int64_t query(const Tokens& x, int64_t i) const { return x.at(it.batch, it.head, i); }
+  int64_t key(const Tokens& x, int64_t j) const { return x.at(it.batch, group, j); }
 
   // Begins keys [first, first + chunk): nothing of them is packed yet.
   void begin_chunk(int64_t first) {
@@ -153,10 +153,7 @@ class TileWork {
       while (tiles_end < it.count && ranges[it.tiles[tiles_end].range].first < start + size) ++tiles_end;
       while (tiles_begin < tiles_end && ranges[it.tiles[tiles_begin].range].end <= start) ++tiles_begin;
     }
-    if (c.key_mask != nullptr) {
-      const uint8_t* seen = c.key_mask + it.batch * c.mask_batch + it.head * c.mask_head + first;
-      for (int64_t j = 0; j < chunk; ++j) key_bias[j] = j < size && seen[j] ? 0.0f : NOTHING;
-    }
+    for (int64_t j = 0; j < chunk && mask != nullptr; ++j) key_bias[j] = j < size && mask[first + j] ? 0.0f : NOTHING;
   }
 
   // The runs of a tile in the chunk; false where it sees none of these keys.
@@ -308,7 +305,7 @@ class TileWork {
           position = std::max(position, keys.end);
         }
         hide(line, position, hull.high);
-        if (c.key_mask != nullptr)
+        if (mask != nullptr)
           for (int64_t j = hull.low; j < hull.high; j += W)
             store(line + j, load(key_bias + j) < 0.0f ? all(NOTHING) : load(line + j));
       }
@@ -326,7 +323,7 @@ class TileWork {
 
   // Adds the numbers of the offsets of query i; those that are not given are zero.
   void add_numbers(float* line, const Hull& hull, int64_t i) const {
-    const float* from = c.numbers + it.head * c.numbers_head;
+    const float* from = c.numbers + it.head * c.number_count;
     const int64_t shift = start - i - c.first_offset;  // of the number that belongs to key 0 of the chunk
     int64_t j = std::max(hull.low, -shift);
     const int64_t end = std::min(hull.high, c.number_count - shift);
@@ -430,6 +427,7 @@ class TileWork {
   const int64_t chunk, row0, rows, group, width_row, value_row, score_row, offset_row;
   int64_t low, high, start = 0, size = 0, number = 0, groups = 0;  // of keys of the item, of the chunk, of a tile's rows
   int64_t tiles_begin = 0, tiles_end;  // that may see keys of the chunk
+  const uint8_t* mask;
   const Range* ranges;
   float* sums;
   const int32_t* places = nullptr;  // the item's rows that rows of tiles are; nullptr: one after another
