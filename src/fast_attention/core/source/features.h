@@ -98,10 +98,11 @@ class FeatureWork {
     const int64_t rows = AT_ONCE;
     tokens = m.floats(rows * width_row), d_tokens = m.floats(rows * (random ? width_row : line));
     row = m.floats(width_row + value_row + line), value_memory = m.floats(rows * value_row);
-    sums = sums_at(m.floats(state_numbers(c.features, c.values)), c.features, c.values);
+    sums = new_sums();
     denominators = c.denominators + lane * c.length, tops = denominators + c.batch * c.heads * c.length;
     if (!scaled) return;
     top = m.floats(line), log_row = m.floats(line), factors = m.floats(line);
+    clear(factors, line);
     logs = static_cast<double*>(m.bytes((c.fading > 0 ? SECTION * c.fading : rows) * 8));
     if (!random) return;
     norms = m.floats(rows), not_numbers = m.floats(rows), bias = m.floats(line);
@@ -131,13 +132,16 @@ class FeatureWork {
   int64_t at(const Tokens& x, int64_t i) const { return x.at(b, h, i); }
   bool hidden(int64_t key) const { return mask != nullptr && !mask[key]; }
 
+  FeatureSums new_sums() { return sums_at(m.floats(state_numbers(c.features, c.values)), c.features, c.values); }
+
   // Sums number `slot` of `slots` that each head has.
   FeatureSums slot_of(float* states, int64_t slots, int64_t slot) const {
     return sums_at(states + (lane * slots + slot) * state_numbers(c.features, c.values), c.features, c.values);
   }
 
   // Features of a map that takes every number by itself; zeros for hidden keys.
-  void elementwise(const Tokens& x, int64_t first, int64_t n, bool keys, float* to) const {
+  void elementwise(int64_t first, int64_t n, bool keys, float* to) const {
+    const Tokens& x = keys ? c.k : c.q;
     const Map map = c.map;
     const float offset = c.offset;
     for (int64_t i = 0; i < n; ++i, to += line) {
@@ -160,7 +164,8 @@ class FeatureWork {
   }
 
   // Numbers of n tokens within LARGEST, times d^(-1/4); zeros for hidden keys.
-  void read_tokens(const Tokens& x, int64_t first, int64_t n, bool keys) const {
+  void read_tokens(int64_t first, int64_t n, bool keys) const {
+    const Tokens& x = keys ? c.k : c.q;
     const float factor = std::pow(static_cast<float>(c.width), -0.25f);
     for (int64_t i = 0; i < n; ++i) {
       float* to = tokens + i * width_row;
@@ -186,9 +191,9 @@ class FeatureWork {
 
   // Features over what their logarithms say; of exponentials these to base two. The rows of a map, in panels of 8 KiB,
   // come from the second cache; tokens stay in the first.
-  void features(const Tokens& x, int64_t first, int64_t n, bool keys, float* to) const {
-    if (!random) return elementwise(x, first, n, keys, to);
-    read_tokens(x, first, n, keys);
+  void features(int64_t first, int64_t n, bool keys, float* to) const {
+    if (!random) return elementwise(first, n, keys, to);
+    read_tokens(first, n, keys);
     const float* rows = (keys ? key_rows : query_rows)->rows;
     panel_product(n, whole(c.rows, PANEL), c.width, tokens, width_row, 1, rows, PANEL, c.width * PANEL, to, line, PANEL, false);
     for (int64_t i = 0; i < n; ++i, to += line) {
@@ -241,38 +246,29 @@ class FeatureWork {
     for (int64_t e = 0; e < columns; e += W) store(to + e, load(to + e) * exp2(load(log_row + e)));
   }
 
-  // Brings the sums to other scales; gradients of sums are divided by what these are multiplied by.
-  void rescale(const float* scale, bool gradients = false) {
+  // Brings the sums to other scales; gradients of sums are divided by what these are multiplied by. `turned`: sums of
+  // values stand there, in panels of features, as turn_panels leaves them.
+  void rescale(const float* scale, bool gradients = false, float* turned = nullptr) {
+    bool same = true;
     for (int64_t f = 0; f < c.features; ++f) {
+      factors[f] = 1.0f;
       if (scale[f] == sums.scale[f]) continue;
       const float power = gradients ? scale[f] - sums.scale[f] : sums.scale[f] - scale[f];
       const bool nothing_yet = !gradients && sums.scale[f] == LOWEST;
       sums.scale[f] = scale[f];
       if (nothing_yet) continue;
-      const float factor = exp2(power);
+      factors[f] = exp2(power), same = false;
       for (const FeatureSums& x : {sums, before, added}) {
         if (x.kv == nullptr) continue;
-        for (int64_t p = 0; p < value_row; p += PANEL) scale_row(x.kv + (p / PANEL * line + f) * PANEL, PANEL, factor);
-        x.z[f] *= factor;
+        for (int64_t p = 0; p < value_row && turned == nullptr; p += PANEL)
+          scale_row(x.kv + (p / PANEL * line + f) * PANEL, PANEL, factors[f]);
+        x.z[f] *= factors[f];
       }
     }
-  }
-
-  // The same where the sums of values stand in panels of features.
-  void rescale_turned(const float* scale, float* turned) {
-    bool same = true;
-    for (int64_t f = 0; f < line; ++f) {
-      const bool stays = f >= c.features || scale[f] == sums.scale[f];
-      same = same && stays;
-      factors[f] = stays ? 1.0f : exp2(sums.scale[f] - scale[f]);
-      sums.z[f] *= factors[f];
-      sums.scale[f] = scale[f];
-    }
-    if (same) return;
-    for (int64_t p = 0; p < line; p += PANEL)
+    for (int64_t p = 0; p < line && turned != nullptr && !same; p += PANEL)
       for (int64_t e = 0; e < c.values; ++e)
         for (int64_t f = 0; f < PANEL; f += W) {
-          float* to = turned + (p / PANEL * value_row + e) * PANEL + f;  // rows: value_row, as turn_panels leaves them
+          float* to = turned + (p / PANEL * value_row + e) * PANEL + f;
           store(to, load(to) * load(factors + p + f));
         }
   }
@@ -288,26 +284,28 @@ class FeatureWork {
     for (int64_t e = c.features; e < columns; ++e) to[e] = 0.0f;
   }
 
-  // Features of keys over scales that none of them is above.
-  void keys_over(int64_t first, int64_t n, const float* scale, float* to) const {
-    features(c.k, first, n, true, to);
-    for (int64_t i = 0; i < n && scaled; ++i) divide_by_scale(to + i * line, first, i, scale);
-  }
-
-  // Features of keys whose sums nobody reads before they are all there; the sums take their scales.
-  void keys_of_sums(int64_t first, int64_t n, float* to) {
-    features(c.k, first, n, true, to);
-    if (!scaled) return;
-    copy_row(top, sums.scale);
-    for (int64_t i = 0; i < n; ++i) raise_scale(top, row_of_logs(to + i * line, logs_of(first, i)));
-    rescale(top);
-    for (int64_t i = 0; i < n; ++i) divide_by_scale(to + i * line, first, i, sums.scale);
+  // The sums of some keys, which nobody reads before they are all there; they take the keys' scales.
+  void sum_keys(Span span, int64_t at_once, const FeatureSums& to) {
+    float* keys = m.floats(AT_ONCE * line);
+    sums = to;
+    begin_sums(sums);
+    begin_decays(span);
+    in_steps(span, at_once, [&](int64_t first, int64_t n) {
+      features(first, n, true, keys);
+      if (scaled) {
+        copy_row(top, sums.scale);
+        for (int64_t i = 0; i < n; ++i) raise_scale(top, row_of_logs(keys + i * line, logs_of(first, i)));
+        rescale(top);
+        for (int64_t i = 0; i < n; ++i) divide_by_scale(keys + i * line, first, i, sums.scale);
+      }
+      add_to_sums(keys, nullptr, values(first, n), n, sums);
+    });
   }
 
   // Features of the keys of a step, of which there may be fewer than n; `scale` becomes the step's, `top` the largest
   // logarithms up to its end. The sums are left as they are.
   int64_t keys_of_step(int64_t first, int64_t n, float* to, float* scale) {
-    features(c.k, first, n, true, to);
+    features(first, n, true, to);
     if (!scaled) return n;
     copy_row(scale, top);
     raise_scale(scale, row_of_logs(to, logs_of(first, 0)));
@@ -325,7 +323,7 @@ class FeatureWork {
   // Features of queries beside sums over 2^scale. Random ones are over each query's largest term, whose logarithm is
   // written to `tops`, or read from there.
   void queries(int64_t first, int64_t n, const float* scale, bool has_tops, float* to) const {
-    features(c.q, first, n, false, to);
+    features(first, n, false, to);
     for (int64_t i = 0; i < n && scaled; ++i, to += line) {
       if (c.fading > 0) {
         shift(to, logs_of(first, i), scale, -1.0);
@@ -373,16 +371,15 @@ class FeatureWork {
     return broken;
   }
 
-  // S = or += K^T V, z += sum of K, times weights if there are any: of n rows of features, and of values or numerators.
-  void add_to_sums(const float* rows, const float* weights, Rows v, int64_t n, const FeatureSums& to, bool add = true) const {
-    panel_product(c.features, c.values, n, rows, 1, line, v.data, v.distance, PANEL, to.kv, PANEL, line * PANEL, add);
+  // S += K^T V, z += sum of K, times weights if there are any: of n rows of features, and of values or numerators.
+  void add_to_sums(const float* rows, const float* weights, Rows v, int64_t n, const FeatureSums& to) const {
+    panel_product(c.features, c.values, n, rows, 1, line, v.data, v.distance, PANEL, to.kv, PANEL, line * PANEL, true);
     add_rows(rows, weights, n, to.z);
   }
 
   // From here on the keys of a section are summed apart from those before it, which rounds each of them once.
   void sum_apart() {
-    before = sums_at(m.floats(state_numbers(c.features, c.values)), c.features, c.values);
-    added = sums_at(m.floats(state_numbers(c.features, c.values)), c.features, c.values);
+    before = new_sums(), added = new_sums();
     copy(sums, before);
     clear(added.kv, sum_numbers);
   }
@@ -414,13 +411,21 @@ class FeatureWork {
     panel_product(n, c.values, c.features, features, line, 1, kv, PANEL, line * PANEL, to, value_row, PANEL, false);
   }
 
-  // Products of keys of a step as columns, in panels of (numbers, PANEL); rows before a panel's keys see none of them.
-  void triangle(Rows rows, Rows keys, int64_t numbers, int64_t n, float* panel, float* to) const {
+  // Products of rows of a step and its keys up to each row's own, zeros for later ones, plus a number of each row if there
+  // are any. Keys are columns, in panels of (numbers, PANEL); rows before a panel's keys see none of them.
+  void triangle(Rows rows, Rows keys, int64_t numbers, int64_t n, const float* of_rows, float* to) const {
+    Frame frame;
+    float* panel = frame.floats(PANEL * numbers);
     for (int64_t p = 0; p < n; p += PANEL) {
       pack_panel({keys.data, 0, 0, keys.distance, FLOAT32}, p * keys.distance, n - p, numbers, row, panel);
       const int64_t first = p / ROWS * ROWS;
       column_panel<2>(n - first, numbers, rows[first], rows.distance, 1, panel, PANEL, to + first * STEP + p, STEP, false);
     }
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t j = 0; j < STEP; j += W) {
+        const Vec number = load(to + r * STEP + j);
+        store(to + r * STEP + j, columns_up_to(of_rows == nullptr ? number : number + of_rows[r], r - j));
+      }
   }
 
   // C += the triangle's rows times rows of keys
@@ -439,21 +444,21 @@ class FeatureWork {
     }
   }
 
-  // Writes the gradients of tokens, given their features and the gradients of these, which are lost. Those of rows and
-  // bias have null pointers where they are not wanted; those of decays go to d_decay, given the scale of features.
-  void write_gradients(const Tokens& x, int64_t first, int64_t n, bool keys, const float* features, float* d_features,
-                       const Tokens& to, float* d_rows, float* d_bias, float* d_decay = nullptr,
-                       const float* scale = nullptr) {
+  // Writes the gradients of tokens of a section, given their features and the gradients of these, which are lost, and
+  // those of weights; those of decays as well, given the scale of features.
+  void write_gradients(const FeaturesGradients& d, bool keys, int64_t section, int64_t first, int64_t n,
+                       const float* features, float* d_features, const float* scale = nullptr) {
+    const Tokens &x = keys ? c.k : c.q, &to = keys ? d.dk : d.dq;
     if (!random) {
       for (int64_t i = 0; i < n; ++i) {
         float* slope = d_features + i * line;
         const float* feature = features + i * line;
         if (c.fading > 0) {
-          float* decay = d_decay + (lane * c.keys + first + i) * c.fading;
+          float* decay = d.d_decay + (lane * c.keys + first + i) * c.fading;
           for (int64_t e = 0; e < c.features; ++e)
             decay[c.fading > 1 ? e : 0] += (keys ? -1.0f : 1.0f) * slope[e] * feature[e];
           shift(slope, logs_of(first, i), scale, keys ? 1.0 : -1.0);
-          elementwise(x, first + i, 1, keys, d_tokens);
+          elementwise(first + i, 1, keys, d_tokens);
           feature = d_tokens;
         }
         if (keys && hidden(first + i)) {
@@ -469,7 +474,7 @@ class FeatureWork {
       }
       return;
     }
-    read_tokens(x, first, n, keys);
+    read_tokens(first, n, keys);
     float all_features[AT_ONCE];
     for (int64_t i = 0; i < n; ++i) {
       float* slope = d_features + i * line;
@@ -486,9 +491,14 @@ class FeatureWork {
     }
     panel_product(n, c.width, c.rows, d_features, line, 1, (keys ? key_rows : query_rows)->columns, PANEL, row_line * PANEL,
                   d_tokens, width_row, PANEL, false);
-    if (d_rows != nullptr)
+    if (float* d_rows = keys ? d.d_key_rows : d.d_query_rows) {
+      d_rows += (lane * (keys ? d.key_sections : d.query_sections) + section) * c.rows * width_row;
       product(c.rows, whole(c.width, W), n, d_features, 1, line, tokens, width_row, d_rows, width_row, true);
-    if (d_bias != nullptr) add_rows(d_features, nullptr, n, d_bias);
+    }
+    if (d.d_bias != nullptr) {
+      const int64_t slot = lane * (d.query_sections + d.key_sections) + (keys ? d.query_sections : 0) + section;
+      add_rows(d_features, nullptr, n, d.d_bias + slot * line);
+    }
     const float factor = std::pow(static_cast<float>(c.width), -0.25f);
     for (int64_t i = 0; i < n; ++i) {
       float *dx = d_tokens + i * width_row, *token = tokens + i * width_row;
@@ -501,15 +511,21 @@ class FeatureWork {
     }
   }
 
-  // Gradients of n keys from `first` on that queries read over `scale` from sums, whose own gradients are `d_sums`, also in
-  // turned panels.
-  void key_gradients(const FeaturesGradients& d, int64_t first, int64_t n, const float* scale, const FeatureSums& d_sums,
-                     const float* turned, float* keys, float* d_features, float* d_values, float* d_rows, float* d_bias) {
-    keys_over(first, n, scale, keys);
-    to_features(values(first, n), n, turned, d_sums.z, nullptr, d_features);
-    to_values(keys, n, d_sums.kv, d_values);
-    write_values(d.dv, first, n, d_values);
-    write_gradients(c.k, first, n, true, keys, d_features, d.dk, d_rows, d_bias);
+  // Gradients of a section's keys that queries read over `scale`, none of them above it, from sums whose own gradients are
+  // `d_sums`.
+  void key_gradients(const FeaturesGradients& d, int64_t section, Span span, const float* scale, const FeatureSums& d_sums) {
+    Frame frame;
+    float *keys = frame.floats(AT_ONCE * line), *d_features = frame.floats(AT_ONCE * line),
+          *d_values = frame.floats(AT_ONCE * value_row), *turned = frame.floats(line * value_row);
+    turn_panels(d_sums.kv, line, value_row, turned);
+    in_steps(span, AT_ONCE, [&](int64_t first, int64_t n) {
+      features(first, n, true, keys);
+      for (int64_t i = 0; i < n && scaled; ++i) divide_by_scale(keys + i * line, first, i, scale);
+      to_features(values(first, n), n, turned, d_sums.z, nullptr, d_features);
+      to_values(keys, n, d_sums.kv, d_values);
+      write_values(d.dv, first, n, d_values);
+      write_gradients(d, true, section, first, n, keys, d_features);
+    });
   }
 
   void write_values(const Tokens& to, int64_t first, int64_t n, float* rows) const {
@@ -517,13 +533,6 @@ class FeatureWork {
       if (hidden(first + i)) clear(rows, value_row);
       write_row(to, at(to, first + i), c.values, 1.0f, rows);
     }
-  }
-
-  float* rows_of(float* gradients, int64_t slots, int64_t slot) const {
-    return gradients == nullptr ? nullptr : gradients + (lane * slots + slot) * c.rows * width_row;
-  }
-  float* bias_of(float* gradients, int64_t slots, int64_t slot) const {
-    return gradients == nullptr ? nullptr : gradients + (lane * slots + slot) * line;
   }
 
   void begin_sums(const FeatureSums& x) const {
@@ -549,31 +558,14 @@ class FeatureWork {
   const PackedRows *query_rows = nullptr, *key_rows = nullptr;
 };
 
-// Sections of one call. Leading keys, which all queries see, come first, then those beside the queries.
-struct Sections {
-  explicit Sections(const FeaturesCall& c)
-      : all_keys{0, c.keys}, all_queries{0, c.length}, leading_keys(c.causal ? c.keys - c.length : c.keys),
-        leading(section_count(leading_keys)), queries(section_count(c.length)), keys(leading + (c.causal ? queries : 0)) {}
-  Span of_keys(int64_t section) const {
-    if (section < leading) return span_of({0, leading_keys}, SECTION, section);
-    return span_of({leading_keys, all_keys.end}, SECTION, section - leading);
-  }
-  Span of_queries(int64_t section) const { return span_of(all_queries, SECTION, section); }
-  const Span all_keys, all_queries;
-  const int64_t leading_keys, leading, queries, keys;
-};
-
-// A call's own states are (features, values) and natural logarithms: what is lost in rounding those goes to the factor.
-inline float natural(float scale, double& factor) {
-  const float log = static_cast<float>(scale * 0.6931471805599453);
-  factor = scale > -1e20f ? std::exp2(scale - log * 1.4426950408889634) : 1.0;
-  return log;
+// A call's own states are (features, values) and natural logarithms: what is lost in rounding those is a factor.
+inline double natural(float scale, float& log) {
+  log = static_cast<float>(scale * 0.6931471805599453);
+  return scale > -1e20f ? std::exp2(scale - log * 1.4426950408889634) : 1.0;
 }
-
-inline float binary(float log, double& factor) {
-  const float scale = static_cast<float>(log * 1.4426950408889634);
-  factor = log > -1e20f ? std::exp2(log * 1.4426950408889634 - scale) : 1.0;
-  return scale;
+inline double binary(float log, float& scale) {
+  scale = static_cast<float>(log * 1.4426950408889634);
+  return log > -1e20f ? std::exp2(log * 1.4426950408889634 - scale) : 1.0;
 }
 
 // Sums of many sections of a head in float64, in panels as theirs, and their scales.
@@ -645,20 +637,14 @@ class Totals {
     const States& state = w.c.first;
     if (state.kv == nullptr) return;
     read(state);
-    for (int64_t f = 0; f < w.c.features && w.random; ++f) {
-      double factor;
-      scale[f] = binary(state.log_scale[first_feature + f], factor);
-      multiply(f, factor);
-    }
+    for (int64_t f = 0; f < w.c.features && w.random; ++f)
+      multiply(f, binary(state.log_scale[first_feature + f], scale[f]));
   }
   void finish() {
     const States& state = w.c.last;
     if (state.kv == nullptr) return;
-    for (int64_t f = 0; f < w.c.features && w.random; ++f) {
-      double factor;
-      state.log_scale[first_feature + f] = natural(scale[f], factor);
-      multiply(f, factor);
-    }
+    for (int64_t f = 0; f < w.c.features && w.random; ++f)
+      multiply(f, natural(scale[f], state.log_scale[first_feature + f]));
     write(state);
   }
 
@@ -671,51 +657,55 @@ class Totals {
 // Sections of one head of a call: their sums, outputs and gradients.
 class SectionWork : public FeatureWork {
  public:
-  SectionWork(const FeaturesCall& call, const Sections& sections, int64_t head, bool backward)
-      : FeatureWork(call, head, backward), cut(sections) {}
+  using FeatureWork::FeatureWork;
 
-  // The sums before section `s` of keys, behind the last those of all; those before queries, or of all where all are read.
-  FeatureSums sums_before(int64_t s) const { return slot_of(c.states, cut.keys + 1, s); }
-  FeatureSums sums_read(int64_t section) const { return sums_before(c.causal ? cut.leading + section : cut.keys); }
-  FeatureSums gradients_after(const FeaturesGradients& d, int64_t t) const { return slot_of(d.states, cut.queries + 1, t); }
-
-  void sum_keys(int64_t s) {
-    float* keys = m.floats(AT_ONCE * line);
-    sums = sums_before(s);
-    begin_sums(sums);
-    begin_decays(cut.of_keys(s));
-    in_steps(cut.of_keys(s), MANY, [&](int64_t j, int64_t n) {
-      keys_of_sums(j, n, keys);
-      add_to_sums(keys, nullptr, values(j, n), n, sums);
-    });
+  Span of_queries(int64_t section) const { return span_of({0, c.length}, SECTION, section); }
+  Span of_keys(int64_t section) const {
+    const int64_t first = c.leading_keys(), after = section - c.leading();
+    return after < 0 ? span_of({0, first}, SECTION, section) : span_of({first, c.keys}, SECTION, after);
   }
 
-  // In place of the sums of each section those before it, and behind the last those of all keys.
+  // The sums before section `s` of keys, behind the last those of all; those before queries, or of all where all are read.
+  FeatureSums sums_before(int64_t s) const { return slot_of(c.states, c.key_sections() + 1, s); }
+  FeatureSums sums_read(int64_t section) const { return sums_before(c.leading() + (c.causal ? section : 0)); }
+  FeatureSums gradients_after(const FeaturesGradients& d, int64_t t) const {
+    return slot_of(d.states, c.query_sections() + 1, t);
+  }
+
+  void sum_section(int64_t s) { sum_keys(of_keys(s), MANY, sums_before(s)); }
+
+  // In place of the sums of the first sections those before each.
+  void scan(Totals& totals, int64_t sections) {
+    for (int64_t s = 0; s < sections; ++s) {
+      const bool summed = !c.causal || c.last.kv != nullptr || s < c.key_sections() - 1;
+      if (summed) copy(sums_before(s), sums);
+      totals.write(sums_before(s));
+      begin_decays(of_keys(s));
+      if (summed) totals.add(sums, *this);
+    }
+  }
+
+  // In place of those of all sections, and behind the last those of all keys.
   void scan() {
     Totals totals(*this);
     totals.begin();
-    for (int64_t s = 0; s < cut.keys; ++s) {
-      const bool summed = !c.causal || c.last.kv != nullptr || s < cut.keys - 1;
-      if (summed) copy(sums_before(s), sums);
-      totals.write(sums_before(s));
-      begin_decays(cut.of_keys(s));
-      if (summed) totals.add(sums, *this);
-    }
-    totals.write(sums_before(cut.keys));
+    scan(totals, c.key_sections());
+    totals.write(sums_before(c.key_sections()));
     totals.finish();
   }
 
   // The outputs of a section; whether all are finite. `whole`: takes the section's keys, which no pass before summed.
   bool read(int64_t section, Totals* whole = nullptr) {
     float *queries = m.floats(AT_ONCE * line), *out = m.floats(AT_ONCE * value_row), *parts = m.floats(AT_ONCE * W);
-    float *keys = nullptr, *panel = nullptr, *pairs = nullptr, *scale = nullptr;
-    const Span span = cut.of_queries(section);
+    float *keys = nullptr, *pairs = nullptr, *scale = nullptr;
+    const int64_t leading_keys = c.leading_keys();
+    const Span span = of_queries(section);
     if (c.causal) {
       copy(sums_read(section), sums);
       if (whole != nullptr) sum_apart();
       if (scaled) copy_row(top, sums.scale);
       begin_decays(span);
-      keys = m.floats(AT_ONCE * line), panel = m.floats(PANEL * line), pairs = m.floats(STEP * STEP);
+      keys = m.floats(AT_ONCE * line), pairs = m.floats(STEP * STEP);
       clear(scale = m.floats(line), line);
     } else {
       sums = sums_read(section);
@@ -723,7 +713,7 @@ class SectionWork : public FeatureWork {
     Ints broken = {};
     for (int64_t i = span.first, n; i < span.end; i += n) {
       n = std::min(span.end - i, c.causal ? STEP : MANY);
-      if (c.causal) n = keys_of_step(i + cut.leading_keys, n, keys, scale);
+      if (c.causal) n = keys_of_step(i + leading_keys, n, keys, scale);
       if (c.causal && scaled) rescale(scale);
       this->queries(i, n, sums.scale, false, queries);
       to_values(queries, n, sums.kv, out);  // these stay in the first cache; a panel of the sums has features x PANEL numbers
@@ -733,17 +723,10 @@ class SectionWork : public FeatureWork {
         store(parts + r * W, total);
       }
       if (c.causal) {
-        triangle({queries, line}, {keys, line}, c.features, n, panel, pairs);
-        for (int64_t r = 0; r < n; ++r) {
-          Vec total = load(parts + r * W);
-          for (int64_t j = 0; j < STEP; j += W) {
-            const Vec seen = columns_up_to(load(pairs + r * STEP + j), r - j);
-            store(pairs + r * STEP + j, seen);
-            total += seen;
-          }
-          store(parts + r * W, total);
-        }
-        const Rows v = values(i + cut.leading_keys, n);
+        triangle({queries, line}, {keys, line}, c.features, n, nullptr, pairs);
+        for (int64_t r = 0; r < n; ++r)
+          for (int64_t j = 0; j < STEP; j += W) add_row(parts + r * W, pairs + r * STEP + j, W);
+        const Rows v = values(i + leading_keys, n);
         add_triangle(pairs, v, c.values, n, {out, value_row});
         if (i + n < span.end || whole != nullptr) add_to_sums(keys, nullptr, v, n, whole == nullptr ? sums : added);
         if (whole != nullptr) join_sums();
@@ -778,21 +761,19 @@ class SectionWork : public FeatureWork {
   // Gradients of the sums that a section of queries reads, in the scales before it; where all queries read the same sums,
   // the queries' own gradients as well.
   void sum_gradients(const FeaturesGradients& d, int64_t section) {
-    const int64_t slots = cut.queries + cut.keys;
     float *queries = m.floats(AT_ONCE * line), *grad = m.floats(AT_ONCE * value_row), *d_denominators = m.floats(AT_ONCE),
           *d_features = m.floats(AT_ONCE * line), *turned = m.floats(line * value_row);
     const FeatureSums read = sums_read(section), d_sums = gradients_after(d, section);
     begin_sums(d_sums);
     if (!c.causal) turn_panels(read.kv, line, value_row, turned);
-    begin_decays(cut.of_queries(section));
-    in_steps(cut.of_queries(section), AT_ONCE, [&](int64_t i, int64_t n) {
+    begin_decays(of_queries(section));
+    in_steps(of_queries(section), AT_ONCE, [&](int64_t i, int64_t n) {
       this->queries(i, n, read.scale, true, queries);
       quotients(d, i, n, grad, d_denominators);
       add_to_sums(queries, d_denominators, {grad, value_row}, n, d_sums);
       if (c.causal) return;
       to_features({grad, value_row}, n, turned, read.z, d_denominators, d_features);
-      write_gradients(c.q, i, n, false, queries, d_features, d.dq, rows_of(d.d_query_rows, cut.queries, section),
-                      bias_of(d.d_bias, slots, section));
+      write_gradients(d, false, section, i, n, queries, d_features);
     });
   }
 
@@ -800,26 +781,23 @@ class SectionWork : public FeatureWork {
   // sums after it; those of all queries in the first slot.
   void scan_gradients(const FeaturesGradients& d, bool all_summed) {
     Totals totals(*this);
-    copy_row(totals.scale, sums_before(cut.keys).scale);
+    copy_row(totals.scale, sums_before(c.key_sections()).scale);
     if (d.last.kv != nullptr) {
+      float log;
       totals.read(d.last);
-      for (int64_t f = 0; f < c.features && random; ++f) {
-        double factor;
-        natural(totals.scale[f], factor);
-        totals.multiply(f, factor);
-      }
+      for (int64_t f = 0; f < c.features && random; ++f) totals.multiply(f, natural(totals.scale[f], log));
     }
-    for (int64_t t = cut.queries - 1; t >= 0; --t) {
+    for (int64_t t = c.query_sections() - 1; t >= 0; --t) {
       const bool summed = all_summed || t > 0;
       if (summed) copy(gradients_after(d, t), sums);
       if (c.causal) {
-        begin_decays(cut.of_queries(t));
+        begin_decays(of_queries(t));
         for (int64_t f = 0; f < c.features && c.fading > 0; ++f) {
           totals.scale[f] = static_cast<float>(at_end(f));
           totals.multiply(f, Totals::factor(totals.scale[f], at_end(f)));
         }
         totals.write(gradients_after(d, t + 1));
-        const float* scale = sums_before(cut.leading + t).scale;
+        const float* scale = sums_before(c.leading() + t).scale;
         for (int64_t f = 0; f < c.features && scaled; ++f) totals.multiply(f, Totals::factor(scale[f], totals.scale[f]));
         copy_row(totals.scale, scale);
       }
@@ -827,25 +805,17 @@ class SectionWork : public FeatureWork {
     }
     totals.write(gradients_after(d, 0));
     if (d.first.kv == nullptr) return;
+    float of_state;
     const float* scale = sums_before(0).scale;
-    for (int64_t f = 0; f < c.features && random; ++f) {
-      double factor;
-      binary(c.first.log_scale[lane * c.features + f], factor);
-      totals.multiply(f, factor * Totals::factor(scale[f], totals.scale[f]));
-    }
+    for (int64_t f = 0; f < c.features && random; ++f)
+      totals.multiply(f, binary(c.first.log_scale[lane * c.features + f], of_state) * Totals::factor(scale[f], totals.scale[f]));
     totals.write(d.first);
   }
 
   // Gradients of a section of keys that all queries see.
   void leading_gradients(const FeaturesGradients& d, int64_t s) {
     const FeatureSums d_sums = gradients_after(d, 0);
-    float *keys = m.floats(AT_ONCE * line), *d_features = m.floats(AT_ONCE * line), *d_values = m.floats(AT_ONCE * value_row),
-          *turned = m.floats(line * value_row);
-    turn_panels(d_sums.kv, line, value_row, turned);
-    in_steps(cut.of_keys(s), AT_ONCE, [&](int64_t j, int64_t n) {
-      key_gradients(d, j, n, d_sums.scale, d_sums, turned, keys, d_features, d_values, rows_of(d.d_key_rows, cut.keys, s),
-                    bias_of(d.d_bias, cut.queries + cut.keys, cut.queries + s));
-    });
+    key_gradients(d, s, of_keys(s), d_sums.scale, d_sums);
   }
 
   // Gradients of a section of queries and the keys beside them: first to last those of queries, then back those of keys.
@@ -854,10 +824,10 @@ class SectionWork : public FeatureWork {
     float *queries = m.floats(SECTION * line), *keys = m.floats(SECTION * line), *grad = m.floats(SECTION * value_row),
           *d_denominators = m.floats(SECTION), *d_pairs = m.floats(SECTION * STEP), *pairs = m.floats(STEP * STEP),
           *d_features = m.floats(STEP * line), *d_values = m.floats(STEP * value_row), *turned = m.floats(line * value_row),
-          *panel = m.floats(PANEL * std::max(line, value_row)), *scales = m.floats((scaled ? SECTION : 1) * line);
-    const int64_t slots = cut.queries + cut.keys, key_section = cut.leading + section;
+          *scales = m.floats((scaled ? SECTION : 1) * line);
+    const int64_t leading_keys = c.leading_keys();
     const FeatureSums read = sums_read(section);
-    const Span span = cut.of_queries(section);
+    const Span span = of_queries(section);
     clear(scales, line);
     turn_panels(read.kv, line, value_row, turned);
     std::memcpy(sums.z, read.z, static_cast<size_t>(2 * line) * 4);  // and scales
@@ -873,19 +843,15 @@ class SectionWork : public FeatureWork {
       const int64_t at = i - span.first;
       Step s{i, std::min(span.end - i, STEP), scales + (scaled ? count * line : 0), queries + at * line, keys + at * line,
              grad + at * value_row, d_denominators + at, d_pairs + at * STEP};
-      s.n = keys_of_step(i + cut.leading_keys, s.n, s.keys, s.scale);
-      if (scaled) rescale_turned(s.scale, turned);
+      s.n = keys_of_step(i + leading_keys, s.n, s.keys, s.scale);
+      if (scaled) rescale(s.scale, false, turned);
       this->queries(i, s.n, s.scale, true, s.queries);
       quotients(d, i, s.n, s.grad, s.d_denominators);
       to_features({s.grad, value_row}, s.n, turned, sums.z, s.d_denominators, d_features);
-      const Rows v = values(i + cut.leading_keys, s.n);
-      triangle({s.grad, value_row}, v, c.values, s.n, panel, s.d_pairs);
-      for (int64_t r = 0; r < s.n; ++r)
-        for (int64_t j = 0; j < STEP; j += W)
-          store(s.d_pairs + r * STEP + j, columns_up_to(load(s.d_pairs + r * STEP + j) + s.d_denominators[r], r - j));
+      const Rows v = values(i + leading_keys, s.n);
+      triangle({s.grad, value_row}, v, c.values, s.n, s.d_denominators, s.d_pairs);
       add_triangle(s.d_pairs, {s.keys, line}, c.features, s.n, {d_features, line});
-      write_gradients(c.q, i, s.n, false, s.queries, d_features, d.dq, rows_of(d.d_query_rows, cut.queries, section),
-                      bias_of(d.d_bias, slots, section), d.d_decay, s.scale);
+      write_gradients(d, false, section, i, s.n, s.queries, d_features, s.scale);
       i += s.n;
       steps[count++] = s;
       if (i == span.end) break;
@@ -893,88 +859,80 @@ class SectionWork : public FeatureWork {
       add_rows(s.keys, nullptr, s.n, sums.z);
     }
     copy(gradients_after(d, section + 1), sums);
-    if (scaled && section == cut.queries - 1 && d.last.kv == nullptr)  // nobody reads the sums after these keys,
+    if (scaled && section == c.query_sections() - 1 && d.last.kv == nullptr)  // nobody reads the sums after these keys,
       copy_row(sums.scale, steps[count - 1].scale);                    // nor made them
     while (count-- > 0) {
       const Step& s = steps[count];
-      const int64_t first_key = s.i + cut.leading_keys;
+      const int64_t first_key = s.i + leading_keys;
       if (scaled) rescale(s.scale, true);
       turn_panels(sums.kv, line, value_row, turned);
       to_features(values(first_key, s.n), s.n, turned, sums.z, nullptr, d_features);
       product(s.n, columns, s.n, s.d_pairs, 1, STEP, s.queries, line, d_features, line, true);
-      triangle({s.queries, line}, {s.keys, line}, c.features, s.n, panel, pairs);
-      for (int64_t r = 0; r < s.n; ++r)
-        for (int64_t j = 0; j < STEP; j += W) store(pairs + r * STEP + j, columns_up_to(load(pairs + r * STEP + j), r - j));
+      triangle({s.queries, line}, {s.keys, line}, c.features, s.n, nullptr, pairs);
       to_values(s.keys, s.n, sums.kv, d_values);
       product(s.n, whole(c.values, W), s.n, pairs, 1, STEP, s.grad, value_row, d_values, value_row, true);
       write_values(d.dv, first_key, s.n, d_values);
-      write_gradients(c.k, first_key, s.n, true, s.keys, d_features, d.dk, rows_of(d.d_key_rows, cut.keys, key_section),
-                      bias_of(d.d_bias, slots, cut.queries + key_section), d.d_decay, s.scale);
+      write_gradients(d, true, c.leading() + section, first_key, s.n, s.keys, d_features, s.scale);
       if (count > 0) add_to_sums(s.queries, s.d_denominators, {s.grad, value_row}, s.n, sums);
     }
   }
 
-  const Sections& cut;
 };
 
 // One head from its first key to its last, each key read once: in causal order the queries' sections sum their own keys.
-inline bool read_head(const FeaturesCall& c, const Sections& cut, int64_t head) {
-  for (int64_t s = 0; s < cut.leading; ++s) SectionWork(c, cut, head, false).sum_keys(s);
+inline bool read_head(const FeaturesCall& c, int64_t head) {
+  for (int64_t s = 0; s < c.leading(); ++s) SectionWork(c, head, false).sum_section(s);
   bool finite = true;
-  SectionWork work(c, cut, head, false);
+  SectionWork work(c, head, false);
   Totals totals(work);
   totals.begin();
-  for (int64_t s = 0; s < cut.leading; ++s) {
-    work.copy(work.sums_before(s), work.sums);
-    totals.write(work.sums_before(s));
-    totals.add(work.sums, work);
+  work.scan(totals, c.leading());
+  if (!c.causal) totals.write(work.sums_read(0));
+  for (int64_t s = 0; s < c.query_sections(); ++s) {
+    if (c.causal) totals.write(work.sums_read(s));
+    const bool unread = s == c.query_sections() - 1 && c.last.kv == nullptr;  // the sums after it
+    finite &= SectionWork(c, head, false).read(s, c.causal && !unread ? &totals : nullptr);
   }
-  if (!c.causal) totals.write(work.sums_before(cut.keys));
-  for (int64_t s = 0; s < cut.queries; ++s) {
-    if (c.causal) totals.write(work.sums_before(cut.leading + s));
-    const bool unread = s == cut.queries - 1 && c.last.kv == nullptr;  // the sums after it
-    finite &= SectionWork(c, cut, head, false).read(s, c.causal && !unread ? &totals : nullptr);
-  }
-  if (c.causal) totals.write(work.sums_before(cut.keys));
+  if (c.causal) totals.write(work.sums_before(c.key_sections()));
   totals.finish();
   return finite;
 }
 
 // Whether one item a head does it all: few tokens, or heads enough for the threads of most machines.
-inline bool one_item_a_head(const FeaturesCall& c, const Sections& cut) {
-  return (cut.leading <= 1 && cut.queries <= 1) || c.batch * c.heads >= 8;
+inline bool one_item_a_head(const FeaturesCall& c) {
+  return (c.leading() <= 1 && c.query_sections() <= 1) || c.batch * c.heads >= 8;
 }
 
 inline bool features_forward(const FeaturesCall& c, const Pool& pool) {
-  const Sections cut(c);
-  const int64_t heads = c.batch * c.heads, summed = !c.causal || c.last.kv != nullptr ? cut.keys : cut.keys - 1;
+  const int64_t heads = c.batch * c.heads, unread = !c.causal || c.last.kv != nullptr ? 0 : 1;
   std::atomic<bool> finite{true};
-  if (one_item_a_head(c, cut)) {
+  if (one_item_a_head(c)) {
     parallel_items(pool, heads, [&](int64_t head) {
-      if (!read_head(c, cut, head)) finite = false;
+      if (!read_head(c, head)) finite = false;
     });
     return finite;
   }
-  parallel_parts(pool, heads, summed, [&](int64_t head, int64_t s) { SectionWork(c, cut, head, false).sum_keys(s); });
-  parallel_items(pool, heads, [&](int64_t head) { SectionWork(c, cut, head, false).scan(); });
-  parallel_parts(pool, heads, cut.queries, [&](int64_t head, int64_t s) {
-    if (!SectionWork(c, cut, head, false).read(s)) finite = false;
-  });
+  in_phases(
+      pool, false, heads, c.key_sections() - unread,
+      [&](int64_t head, int64_t s) { SectionWork(c, head, false).sum_section(s); },
+      [&](int64_t head) { SectionWork(c, head, false).scan(); }, c.query_sections(),
+      [&](int64_t head, int64_t s) {
+        if (!SectionWork(c, head, false).read(s)) finite = false;
+      });
   return finite;
 }
 
 inline void features_backward(const FeaturesCall& c, const FeaturesGradients& d, const Pool& pool) {
-  const Sections cut(c);
-  const bool all_summed = !c.causal || cut.leading > 0 || d.first.kv != nullptr;
-  const int64_t skipped = all_summed ? 0 : 1, summed = cut.queries - skipped, heads = c.batch * c.heads;
+  const bool all_summed = !c.causal || c.leading() > 0 || d.first.kv != nullptr;
+  const int64_t skipped = all_summed ? 0 : 1, heads = c.batch * c.heads;
   in_phases(
-      pool, one_item_a_head(c, cut), heads, summed,
-      [&](int64_t head, int64_t s) { SectionWork(c, cut, head, true).sum_gradients(d, s + skipped); },
-      [&](int64_t head) { SectionWork(c, cut, head, true).scan_gradients(d, all_summed); }, cut.keys,
+      pool, one_item_a_head(c), heads, c.query_sections() - skipped,
+      [&](int64_t head, int64_t s) { SectionWork(c, head, true).sum_gradients(d, s + skipped); },
+      [&](int64_t head) { SectionWork(c, head, true).scan_gradients(d, all_summed); }, c.key_sections(),
       [&](int64_t head, int64_t s) {
-        SectionWork work(c, cut, head, true);
-        if (s < cut.leading) work.leading_gradients(d, s);
-        else work.section_gradients(d, s - cut.leading);
+        SectionWork work(c, head, true);
+        if (s < c.leading()) work.leading_gradients(d, s);
+        else work.section_gradients(d, s - c.leading());
       });
 }
 

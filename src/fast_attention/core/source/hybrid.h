@@ -33,7 +33,6 @@ class HybridWork {
     return of_call == nullptr ? static_cast<float*>(of_thread.bytes(numbers * 4)) : of_call + w.lane * numbers;
   }
   FeatureSums block(float* states, int64_t n) const { return sums_at(states + n * size, f.features, f.values); }
-  FeatureSums more_sums(int64_t count = 1) { return block(w.m.floats(count * size), 0); }
 
   // The queries, and the keys, of a block.
   Span queries_of(int64_t t) const {
@@ -41,13 +40,6 @@ class HybridWork {
     return {std::max<int64_t>(first, 0), std::min(first + c.block, f.length)};
   }
   Span keys_of(int64_t n) const { return span_of({0, f.keys}, c.block, n); }
-
-  // Begins sums that products of rows are written to, then added to; columns behind the last feature are zeros.
-  void begin(const FeatureSums& x) const {
-    for (int64_t e = 0; e < w.line; ++e) x.z[e] = 0.0f, x.scale[e] = w.exponential ? LOWEST : 0.0f;
-    for (int64_t p = 0; p < value_row; p += PANEL)
-      clear(x.kv + (p / PANEL * w.line + f.features) * PANEL, (w.columns - f.features) * PANEL);
-  }
 
   // to = a + b over the larger scales; `to` may be a.
   void add(const FeatureSums& a, const FeatureSums& b, const FeatureSums& to) const {
@@ -67,21 +59,13 @@ class HybridWork {
   }
 
   void sum_block(const Outside& cut, int64_t n) {
-    if (!cut.reads(n)) return;
-    w.sums = block(states(f.states, cut), n);
-    begin(w.sums);
-    float* keys = w.m.floats(AT_ONCE * w.line);
-    const Span span = keys_of(n);
-    in_steps(span, AT_ONCE, [&](int64_t j, int64_t number) {
-      w.keys_of_sums(j, number, keys);
-      w.add_to_sums(keys, nullptr, w.values(j, number), number, w.sums, j > span.first);
-    });
+    if (cut.reads(n)) w.sum_keys(keys_of(n), AT_ONCE, block(states(f.states, cut), n));
   }
 
   // What lies outside of every section.
   void scan(const Outside& cut, float* of_call) {
     float* sums = states(of_call, cut);
-    FeatureSums running = more_sums();
+    FeatureSums running = w.new_sums();
     w.begin_sums(running);
     for (int64_t s = 0, n = 0; s < cut.sections(); ++s) {
       for (; n < cut.low(s * cut.together); ++n) add(running, block(sums, n), running);
@@ -99,8 +83,9 @@ class HybridWork {
   void read(const Outside& cut, float* of_call, int64_t section, Function&& function) {
     float* sums = states(of_call, cut);
     const int64_t first = section * cut.together, end = cut.end(section), border = cut.summed + 2 * section;
-    const FeatureSums before = more_sums(), first_after = more_sums(cut.together);
-    const auto after = [&](int64_t t) { return block(first_after.kv, t - first); };
+    const FeatureSums before = w.new_sums();
+    float* sums_after = w.m.floats(cut.together * size);
+    const auto after = [&](int64_t t) { return block(sums_after, t - first); };
     const bool has_after = cut.high(first) < cut.summed;
     if (has_after) {
       w.copy(block(sums, border + 1), after(end - 1));
@@ -211,18 +196,17 @@ class HybridWork {
     float *queries = w.m.floats(AT_ONCE * w.line), *d_features = w.m.floats(AT_ONCE * w.line),
           *turned = w.m.floats(w.line * value_row), *gradients = w.m.floats(AT_ONCE * value_row),
           *weighted = w.m.floats(AT_ONCE * value_row), *inner = w.m.floats(AT_ONCE), *d_denominators = w.m.floats(AT_ONCE);
-    const int64_t end_row = d.near.dk_row + d.near.dv_row, slots = cut.sections() + back.sections();
+    const int64_t end_row = d.near.dk_row + d.near.dv_row;
     float* d_ends = d.ends + (w.lane * cut.sections() + section) * c.end_count * end_row;
     if (c.end_count > 0) clear(d_ends, c.end_count * end_row);
     read_ends();
     read(cut, f.states, section, [&](int64_t t, const FeatureSums& x) {
       const FeatureSums d_sums = block(states(d.far.states, back), t);
-      const Span span = queries_of(t);
-      begin(d_sums);
+      w.begin_sums(d_sums);
       for (int64_t e = 0; w.exponential && e < w.line; ++e) d_sums.scale[e] = x.scale[e] > LOWEST ? -x.scale[e] : LOWEST;
       turn_panels(x.kv, w.line, value_row, turned);
       find_near_ends(t);
-      in_steps(span, AT_ONCE, [&](int64_t i, int64_t n) {
+      in_steps(queries_of(t), AT_ONCE, [&](int64_t i, int64_t n) {
         for (int64_t r = 0; r < n; ++r) {
           float *grad = gradients + r * value_row, weight = w.denominators[i + r];
           read_row(d.near.grad_out, w.at(d.near.grad_out, i + r), f.values, value_row, 1.0f, grad);
@@ -233,10 +217,9 @@ class HybridWork {
             store(weighted + r * value_row + e, weight == 0.0f ? Vec{} : load(grad + e) * weight);
         }
         w.queries(i, n, x.scale, true, queries);
-        if (back.reads(t)) w.add_to_sums(queries, d_denominators, {weighted, value_row}, n, d_sums, i > span.first);
+        if (back.reads(t)) w.add_to_sums(queries, d_denominators, {weighted, value_row}, n, d_sums);
         w.to_features({weighted, value_row}, n, turned, x.z, d_denominators, d_features);
-        w.write_gradients(f.q, i, n, false, queries, d_features, d.far.dq, w.rows_of(d.far.d_query_rows, cut.sections(), section),
-                          w.bias_of(d.far.d_bias, slots, section));
+        w.write_gradients(d.far, false, section, i, n, queries, d_features);
         for (int64_t r = 0; r < n; ++r) end_gradients(d, i + r, gradients + r * value_row, inner[r], d_ends);
       });
     });
@@ -261,18 +244,12 @@ class HybridWork {
 
   // Gradients of a section of keys, far ones and sink tokens.
   void key_gradients(const HybridGradients& d, const Outside& cut, const Outside& back, int64_t section) {
-    float *keys = w.m.floats(AT_ONCE * w.line), *d_features = w.m.floats(AT_ONCE * w.line),
-          *d_values = w.m.floats(AT_ONCE * value_row), *turned = w.m.floats(w.line * value_row), *inverse = w.m.floats(w.line);
-    const int64_t slots = cut.sections() + back.sections(), end_row = d.near.dk_row + d.near.dv_row;
+    float* inverse = w.m.floats(w.line);
+    const int64_t end_row = d.near.dk_row + d.near.dv_row;
     read(back, d.far.states, section, [&](int64_t t, const FeatureSums& x) {
       const Span span = keys_of(t);
-      turn_panels(x.kv, w.line, value_row, turned);
       for (int64_t e = 0; e < w.line; ++e) inverse[e] = -x.scale[e];
-      in_steps(span, AT_ONCE, [&](int64_t j, int64_t n) {
-        w.key_gradients(d.far, j, n, inverse, x, turned, keys, d_features, d_values,
-                        w.rows_of(d.far.d_key_rows, back.sections(), section),
-                        w.bias_of(d.far.d_bias, slots, cut.sections() + section));
-      });
+      w.key_gradients(d.far, section, span, inverse, x);
       for (int64_t s = 0; s < c.end_count; ++s) {
         if (ends[s] < span.first || ends[s] >= span.end) continue;
         float *dk = static_cast<float*>(d.far.dk.data) + w.at(d.far.dk, ends[s]),

@@ -121,6 +121,7 @@ struct FeaturesGradients {
   float *d_query_rows, *d_key_rows;    // (batch, heads, sections of queries or keys, features, rows of whole vectors)
   float* d_bias;                       // (batch, heads, both sections, features)
   float* d_decay;                      // as decays, zeros at first: of the sum of a token's decays and those before it
+  int64_t query_sections, key_sections;
 };
 
 // Sums of blocks of keys that every block of queries reads but for the blocks around it. Reader t of `readers` has the

@@ -266,7 +266,7 @@ void set_memory(const Arguments& a, FeaturesCall& c, const char* denominators, i
 // With memory of so many sums, and of so many sections of queries and of keys.
 FeaturesGradients far_gradients(const Arguments& a, const FeaturesCall& c, int64_t slots, int64_t queries, int64_t keys) {
   FeaturesGradients d{};
-  d.grad_out = grad_out(a, c), d.dq = dq(a, c);
+  d.grad_out = grad_out(a, c), d.dq = dq(a, c), d.query_sections = queries, d.key_sections = keys;
   d.dk = a.tokens("dk", {c.batch, c.heads, c.keys, a["dk"].size(3)});
   d.dv = a.tokens("dv", {c.batch, c.heads, c.keys, a["dv"].size(3)});
   check(a["dk"].size(3) >= c.width, "dk"), check(a["dv"].size(3) >= c.values, "dv");
