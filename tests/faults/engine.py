@@ -158,7 +158,7 @@ FAULTS = [
           "const int64_t shift = start - i - c.first_offset;", "const int64_t shift = start - i - c.first_offset + 1;",
           "tests/engine/test_tiles.py -k borders"),
     Fault("the core takes the wrong half of a panel of keys", "core/source/tiles.h",
-          "hull.low >= p + W ? W : -1", "hull.low >= p + W ? 0 : -1", "tests/engine/test_tiles.py -k borders"),
+          "hull.first >= p + W ? W : -1", "hull.first >= p + W ? 0 : -1", "tests/engine/test_tiles.py -k borders"),
     Fault("gradients of keys forget the last queries that see them", "core/source/tiles.h",
           "last_row = i + work.rows_from(i);", "last_row = first_row + work.rows_from(first_row);", "tests/engine/test_tiles.py -k borders"),
     Fault("weights beside bfloat16 values lose half of their digits", "core/source/bf16.h", "lower = words(x - rounded);",

@@ -14,6 +14,7 @@ namespace fast_attention {
 namespace FAST_ATTENTION_NAMESPACE {
 
 constexpr int64_t MOST_ROWS = 96;   // of a tile
+constexpr int64_t MOST_KEYS = 512;  // that are packed together
 constexpr int64_t SEGMENT = 288;    // queries of one item of work: they share packed keys
 constexpr int64_t CHOOSING = 4096;  // queries of one item of work where they choose their keys
 constexpr float NOTHING = -INFINITE;
@@ -21,7 +22,7 @@ constexpr float NOTHING = -INFINITE;
 // Keys that are packed together: 128 KiB, a part of the second cache. The scores of ROWS queries stay in the first.
 inline int64_t chunk_keys(int64_t width) {
   const int64_t keys = 32768 / (width > 1 ? width : 1) / PANEL * PANEL;
-  return keys < 2 * PANEL ? 2 * PANEL : keys > 512 ? 512 : keys;
+  return std::clamp<int64_t>(keys, 2 * PANEL, MOST_KEYS);
 }
 
 // Keys that follow one another in whole panels, and the ranges in them; counted from the chunk's first key.
@@ -30,25 +31,22 @@ struct Run {
   int32_t range, range_end;
 };
 
-// Keys that some query of a group sees: the hull of the ranges of its rows. An empty one is [high, low) of its run.
-struct Hull {
-  int64_t low, high;
-};
-
-// One item of work: queries [row, row_end) of one head, which are consecutive tiles, or choose theirs.
+// One item of work: queries [row, row_end) of one head, which are consecutive tiles, or choose theirs, and the keys
+// [low, high) that some of them may see.
 struct Item {
-  int64_t batch, head, row, row_end;
+  int64_t batch, head, row, row_end, low, high;
   const Tile* tiles;
   int64_t count;
 };
 
-// Widens keys [low, high) by those of a tile.
-inline void add_keys(const Tile& tile, const Range* ranges, int64_t& low, int64_t& high) {
-  for (int32_t r = tile.range; r < tile.range_end; ++r) {
-    if (ranges[r].first < low) low = ranges[r].first;
-    if (ranges[r].end > high) high = ranges[r].end;
-  }
-}
+// Keys or values of a chunk: in panels of columns, and in rows where those of the tensor do not serve. Both are made
+// panel by panel at their first use, which `packed` and `copied` tell.
+struct Side {
+  const Tokens& x;
+  int64_t numbers;
+  float *panels, *rows;
+  bool packed[MOST_KEYS / PANEL], copied[MOST_KEYS / PANEL];
+};
 
 class TileWork {
  public:
@@ -56,21 +54,18 @@ class TileWork {
       : c(call), it(item), chunk(chunk_keys(call.width)), row0(item.row),
         rows(item.row_end - item.row), group(item.head / (call.heads / call.groups)), width_row(whole(call.width, W)),
         value_row(whole(call.values, W)), score_row(chunk + PANEL), offset_row(chunk + MOST_ROWS + PANEL),
-        mask(call.key_mask.at(item.batch, item.head)), ranges(call.ranges), sums(call.sums + ((item.batch * call.heads + item.head) * call.length + item.row) * 2) {
+        mask(call.key_mask.at(item.batch, item.head)), ranges(call.ranges),
+        sums(call.sums + ((item.batch * call.heads + item.head) * call.length + item.row) * 2) {
     if (c.block > 0) gather_tiles();
-    low = call.keys, high = 0;
-    for (int64_t t = 0; t < it.count; ++t) add_keys(it.tiles[t], ranges, low, high);
-    high = std::min(high, c.keys);
     tiles_end = places == nullptr ? it.count : 0;
     q = m.floats(rows * width_row);
     for (int64_t i = 0; i < rows; ++i)
       read_row(c.q, query(c.q, row0 + i), c.width, width_row, c.scale * LOG2E, q + i * width_row);
-    key_panels = m.floats(chunk * whole(c.width, TERMS)), value_panels = m.floats(backward ? chunk * c.values : 0);
     scores = m.floats(MOST_ROWS * score_row), row = m.floats(std::max(width_row, value_row));
-    flags = static_cast<uint8_t*>(m.bytes(2 * (chunk / PANEL)));
     begin_bf16();
-    copied_values = m.floats(whole_vectors(c.v, c.values) || bf16 ? 0 : chunk * value_row);
-    copied_keys = m.floats(whole_vectors(c.k, c.width) || !backward ? 0 : chunk * width_row);
+    keys.panels = m.floats(chunk * whole(c.width, TERMS)), values.panels = m.floats(backward ? chunk * c.values : 0);
+    keys.rows = m.floats(whole_vectors(c.k, c.width) || !backward ? 0 : chunk * width_row);
+    values.rows = m.floats(whole_vectors(c.v, c.values) || bf16 ? 0 : chunk * value_row);
     if (mask != nullptr) key_bias = m.floats(chunk);
     if (c.vectors == nullptr) return;
     vectors = m.floats(offset_row * width_row), products = m.floats(MOST_ROWS * offset_row);
@@ -116,6 +111,7 @@ class TileWork {
     }
     every([&](int64_t b, int64_t i) { to[ends[b]++] = static_cast<int32_t>(i); });
     places = to, ranges = blocks_seen.data(), it.tiles = tiles.data(), it.count = static_cast<int64_t>(tiles.size());
+    it.low = ranges[tiles.front().range].first, it.high = ranges[tiles.back().range].end;
     gathered = m.floats(MOST_ROWS * std::max(width_row, whole(c.width, TERMS) / 2)), gathered_sums = m.floats(ROWS * std::max(width_row, value_row));
     gathered_grad = m.floats(MOST_ROWS * value_row), gathered_parts = m.floats(MOST_ROWS * whole(c.width, TERMS) / 2);
   }
@@ -148,7 +144,8 @@ class TileWork {
   void begin_chunk(int64_t first) {
     start = first;
     size = std::min(c.keys - first, chunk);
-    std::memset(flags, 0, static_cast<size_t>(2 * (chunk / PANEL)));
+    for (Side* side : {&keys, &values})
+      for (int64_t p = 0; p < chunk / PANEL; ++p) side->packed[p] = side->copied[p] = false;
     if (places != nullptr) {
       while (tiles_end < it.count && ranges[it.tiles[tiles_end].range].first < start + size) ++tiles_end;
       while (tiles_begin < tiles_end && ranges[it.tiles[tiles_begin].range].end <= start) ++tiles_begin;
@@ -191,64 +188,54 @@ class TileWork {
     hulls.clear();
     for (const Run& run : runs)
       in_steps({0, number}, ROWS, [&](int64_t i, int64_t n) {
-        Hull hull{run.high, run.low};
+        Span hull{run.high, run.low};
         for (int32_t r = run.range; r < run.range_end; ++r) {
           const Span keys = seen(ranges[r], query_of(tile, i), query_of(tile, i + n - 1));
-          if (keys.first < keys.end) hull = {std::min(hull.low, keys.first), std::max(hull.high, keys.end)};
+          if (keys.first < keys.end) hull = {std::min(hull.first, keys.first), std::max(hull.end, keys.end)};
         }
-        if (hull.low < hull.high) hull = {hull.low / W * W, whole(hull.high, W)};
+        if (hull.first < hull.end) hull = {hull.first / W * W, whole(hull.end, W)};
         hulls.push_back(hull);
       });
   }
 
   // What the group of row i of the tile sees of a run.
-  const Hull& hull_of(size_t run, int64_t i) const { return hulls[static_cast<int64_t>(run) * groups + i / ROWS]; }
+  const Span& hull_of(size_t run, int64_t i) const { return hulls[static_cast<int64_t>(run) * groups + i / ROWS]; }
   int64_t rows_from(int64_t i) const { return std::min<int64_t>(number - i, ROWS); }
 
-  // Panels number p of the chunk, packed at their first use: width * PANEL numbers, 8 KiB of the first cache.
-  const float* key_panel(int64_t p) {
+  // Panel number p of the chunk: width * PANEL numbers, 8 KiB of the first cache.
+  const float* panel(Side& side, int64_t p) {
+    const int64_t at = key(side.x, start + p * PANEL);
 #ifdef FAST_ATTENTION_AMX
-    if (bf16) {
-      uint16_t* to = reinterpret_cast<uint16_t*>(key_panels) + p * PANEL * part_row;
-      if (!(flags[p] & 1)) pack_pairs(c.k, key(c.k, start + p * PANEL), size - p * PANEL, c.width, part_row, to);
-      flags[p] |= 1;
+    if (bf16 && &side == &keys) {
+      uint16_t* to = reinterpret_cast<uint16_t*>(side.panels) + p * PANEL * part_row;
+      if (!side.packed[p]) pack_pairs(side.x, at, size - p * PANEL, side.numbers, part_row, to);
+      side.packed[p] = true;
       return reinterpret_cast<const float*>(to);
     }
 #endif
-    return packed(c.k, c.width, key_panels, 1, p);
-  }
-  const float* value_panel(int64_t p) { return packed(c.v, c.values, value_panels, 2, p); }
-
-  const float* packed(const Tokens& x, int64_t n, float* all_panels, uint8_t bit, int64_t p) {
-    float* to = all_panels + p * PANEL * n;
-    if (!(flags[p] & bit)) {
-      flags[p] |= bit;
-      pack_panel(x, key(x, start + p * PANEL), size - p * PANEL, n, row, to);
-    }
+    float* to = side.panels + p * PANEL * side.numbers;
+    if (!side.packed[p]) pack_panel(side.x, at, size - p * PANEL, side.numbers, row, to);
+    side.packed[p] = true;
     return to;
   }
 
-  // Rows of values, or of keys, from the chunk's first key on.
-  Rows value_rows(int64_t low_key, int64_t high_key) { return key_by_key(c.v, c.values, copied_values, 1, low_key, high_key); }
-  Rows key_rows(int64_t low_key, int64_t high_key) { return key_by_key(c.k, c.width, copied_keys, 2, low_key, high_key); }
-
-  Rows key_by_key(const Tokens& x, int64_t n, float* copied, uint8_t bit, int64_t low_key, int64_t high_key) {
-    if (whole_vectors(x, n)) return {static_cast<float*>(x.data) + key(x, start), x.row};
-    const Rows rows{copied, whole(n, W)};
-    uint8_t* done = flags + chunk / PANEL;
+  // Rows from the chunk's first key on, of which those of some keys are there.
+  Rows key_rows(Side& side, int64_t low_key, int64_t high_key) {
+    const Tokens& x = side.x;
+    if (whole_vectors(x, side.numbers)) return {static_cast<float*>(x.data) + key(x, start), x.row};
+    const Rows rows{side.rows, whole(side.numbers, W)};
     for (int64_t p = low_key / PANEL; p * PANEL < high_key; ++p) {
-      if (done[p] & bit) continue;
-      done[p] |= bit;
-      for (int64_t j = p * PANEL; j < std::min((p + 1) * PANEL, size); ++j)
-        read_row(x, key(x, start + j), n, rows.distance, 1.0f, rows[j]);
+      for (int64_t j = p * PANEL; j < std::min((p + 1) * PANEL, size) && !side.copied[p]; ++j)
+        read_row(x, key(x, start + j), side.numbers, rows.distance, 1.0f, rows[j]);
+      side.copied[p] = true;
     }
     return rows;
   }
 
   // The columns of panel p that a group sees: one half of it, or both.
-  static void half_panels(const Hull& hull, int64_t p, int64_t M, int64_t K, const float* A, int64_t row,
+  static void half_panels(const Span& hull, int64_t p, int64_t M, int64_t K, const float* A, int64_t row,
                           const float* panel, float* to, int64_t to_row) {
-    const int64_t half = hull.high <= p + W ? 0 : hull.low >= p + W ? W : -1;
+    const int64_t half = hull.end <= p + W ? 0 : hull.first >= p + W ? W : -1;
     if (half < 0)
       column_panel<2>(M, K, A, row, 1, panel, PANEL, to + p, to_row, false);
     else
@@ -256,15 +243,15 @@ class TileWork {
   }
 
   // Calls multiply(first row, rows, hull, p, panel) for the rows [from, to) that see some of a panel of a run.
-  template <class Packed, class Function>
-  void each_panel(size_t r, int64_t from, int64_t to, Packed&& packed, Function&& multiply) {
+  template <class Function>
+  void each_panel(size_t r, int64_t from, int64_t to, Side& side, Function&& multiply) {
     for (int64_t p = runs[r].low; p < runs[r].high; p += PANEL) {
-      const float* panel = nullptr;  // it stays in the first cache for all groups
+      const float* packed = nullptr;  // it stays in the first cache for all groups
       for (int64_t i = from; i < to; i += ROWS) {
-        const Hull& hull = hull_of(r, i);
-        if (hull.high <= p || hull.low >= p + PANEL) continue;
-        if (panel == nullptr) panel = packed(p / PANEL);
-        multiply(i, rows_from(i), hull, p, panel);
+        const Span& hull = hull_of(r, i);
+        if (hull.end <= p || hull.first >= p + PANEL) continue;
+        if (packed == nullptr) packed = panel(side, p / PANEL);
+        multiply(i, rows_from(i), hull, p, packed);
       }
     }
   }
@@ -274,8 +261,8 @@ class TileWork {
   void write_scores(const Tile& tile, int64_t top_row, int64_t end_row, float* slope) {
     for (size_t r = 0; r < runs.size(); ++r) {
       const Run& run = runs[r];
-      each_panel(r, top_row, end_row, [&](int64_t p) { return key_panel(p); },
-                 [&](int64_t first, int64_t n, const Hull& hull, int64_t p, const float* panel) {
+      each_panel(r, top_row, end_row, keys,
+                 [&](int64_t first, int64_t n, const Span& hull, int64_t p, const float* panel) {
         float* to_row = scores + (first - top_row) * score_row;
 #ifdef FAST_ATTENTION_AMX
         if (bf16)
@@ -286,14 +273,14 @@ class TileWork {
       });
       if (c.vectors != nullptr) multiply_vectors(tile, run);
       for (int64_t i = top_row; i < end_row; ++i) {
-        const Hull& hull = hull_of(r, i);
-        if (hull.low >= hull.high) continue;
+        const Span& hull = hull_of(r, i);
+        if (hull.first >= hull.end) continue;
         float* line = scores + (i - top_row) * score_row;
         if (c.cap > 0.0f) cap_scores(line, hull, slope == nullptr ? nullptr : slope + (i - top_row) * score_row);
         if (c.numbers != nullptr) add_numbers(line, hull, query_of(tile, i));
         if (c.vectors != nullptr)  // products[0]: the last row and the run's first key
-          add_row(line + hull.low, products + i * offset_row + (number - 1 - i) - run.low + hull.low, hull.high - hull.low);
-        int64_t position = hull.low;
+          add_row(line + hull.first, products + i * offset_row + (number - 1 - i) - run.low + hull.first, hull.end - hull.first);
+        int64_t position = hull.first;
         for (int32_t n = run.range; n < run.range_end; ++n) {
           const Span keys = seen(ranges[n], query_of(tile, i), query_of(tile, i));
           if (keys.first >= keys.end) continue;
@@ -304,9 +291,9 @@ class TileWork {
           }
           position = std::max(position, keys.end);
         }
-        hide(line, position, hull.high);
+        hide(line, position, hull.end);
         if (mask != nullptr)
-          for (int64_t j = hull.low; j < hull.high; j += W)
+          for (int64_t j = hull.first; j < hull.end; j += W)
             store(line + j, load(key_bias + j) < 0.0f ? all(NOTHING) : load(line + j));
       }
     }
@@ -322,19 +309,19 @@ class TileWork {
   }
 
   // Adds the numbers of the offsets of query i; those that are not given are zero.
-  void add_numbers(float* line, const Hull& hull, int64_t i) const {
+  void add_numbers(float* line, const Span& hull, int64_t i) const {
     const float* from = c.numbers + it.head * c.number_count;
     const int64_t shift = start - i - c.first_offset;  // of the number that belongs to key 0 of the chunk
-    int64_t j = std::max(hull.low, -shift);
-    const int64_t end = std::min(hull.high, c.number_count - shift);
+    int64_t j = std::max(hull.first, -shift);
+    const int64_t end = std::min(hull.end, c.number_count - shift);
     for (; j + W <= end; j += W) store(line + j, load(line + j) + load(from + shift + j) * LOG2E);
     for (; j < end; ++j) line[j] += from[shift + j] * LOG2E;
   }
 
   // In units of log 2: cap tanh(s / cap), and its slope.
-  void cap_scores(float* line, const Hull& hull, float* slope) const {
+  void cap_scores(float* line, const Span& hull, float* slope) const {
     const float unit = c.cap * LOG2E;
-    for (int64_t j = hull.low; j < hull.high; j += W) {
+    for (int64_t j = hull.first; j < hull.end; j += W) {
       const Vec t = tanh(load(line + j) * (1.0f / unit));
       store(line + j, t * unit);
       if (slope != nullptr) store(slope + j, 1.0f - t * t);
@@ -391,23 +378,22 @@ class TileWork {
         split_row(line + i * score_row + low_key, high_key - low_key, terms - before, high_part + before, low_part + before);
       }
       for (int64_t p = first / PANEL; p * PANEL < high_key; ++p) {
-        if (flags[p] & 2) continue;
-        flags[p] |= 2;
-        pack_rows(c.v, key(c.v, start + p * PANEL), size - p * PANEL, c.values, value_row,
-                  value_pairs + p * PANEL * value_row);
+        uint16_t* pairs = value_pairs + p * PANEL * value_row;
+        if (!values.packed[p]) pack_rows(c.v, key(c.v, start + p * PANEL), size - p * PANEL, c.values, value_row, pairs);
+        values.packed[p] = true;
       }
       registers.add(n, value_row, terms, high_parts, low_parts, terms, value_pairs + first * value_row, to);
       return;
     }
 #endif
-    const Rows values = value_rows(low_key, end);
-    product(n, value_row, end - low_key, line + low_key, score_row, 1, values[low_key], values.distance, to, value_row, true);
+    const Rows from = key_rows(values, low_key, end);
+    product(n, value_row, end - low_key, line + low_key, score_row, 1, from[low_key], from.distance, to, value_row, true);
   }
 
   // Calls function(tile, first key of the chunk) for the tiles that see keys of a chunk, chunk by chunk.
   template <class Function>
   void each_tile(Function&& function) {
-    for (int64_t first = low / PANEL * PANEL; first < high; first += chunk) {
+    for (int64_t first = it.low / PANEL * PANEL; first < it.high; first += chunk) {
       begin_chunk(first);
       for (int64_t t = tiles_begin; t < tiles_end; ++t) {
         if (!find_runs(it.tiles[t])) continue;
@@ -421,21 +407,20 @@ class TileWork {
   const TilesCall& c;
   Item it;
   std::vector<Run> runs;           // of a tile in the chunk
-  std::vector<Hull> hulls;         // of these, for every group of rows
+  std::vector<Span> hulls;         // of these, for every group of rows
   std::vector<Tile> tiles;         // where queries choose
   std::vector<Range> blocks_seen;
   const int64_t chunk, row0, rows, group, width_row, value_row, score_row, offset_row;
-  int64_t low, high, start = 0, size = 0, number = 0, groups = 0;  // of keys of the item, of the chunk, of a tile's rows
+  int64_t start = 0, size = 0, number = 0, groups = 0;  // keys of the chunk; a tile's rows and groups of them
   int64_t tiles_begin = 0, tiles_end;  // that may see keys of the chunk
   const uint8_t* mask;
   const Range* ranges;
   float* sums;
   const int32_t* places = nullptr;  // the item's rows that rows of tiles are; nullptr: one after another
   const float* tile_q = nullptr;    // queries of a tile
-  float *q, *key_panels, *value_panels, *scores, *row, *copied_values, *copied_keys, *key_bias = nullptr, *vectors = nullptr,
-      *products = nullptr, *vector_panel = nullptr, *gathered = nullptr, *gathered_sums = nullptr, *gathered_grad = nullptr,
-      *gathered_parts = nullptr;
-  uint8_t* flags;
+  Side keys{c.k, c.width}, values{c.v, c.values};
+  float *q, *scores, *row, *key_bias = nullptr, *vectors = nullptr, *products = nullptr, *vector_panel = nullptr,
+      *gathered = nullptr, *gathered_sums = nullptr, *gathered_grad = nullptr, *gathered_parts = nullptr;
   bool bf16 = false;
   int64_t part_row = 0;
   uint16_t *queries = nullptr, *weights = nullptr, *value_pairs = nullptr;
@@ -446,9 +431,9 @@ class TileWork {
 };
 
 // Powers of two of a row of scores below `top`, in place; their sum.
-inline float powers(float* line, const Hull& hull, float top) {
+inline float powers(float* line, const Span& hull, float top) {
   Vec added = {};
-  for (int64_t j = hull.low; j < hull.high; j += W) {
+  for (int64_t j = hull.first; j < hull.end; j += W) {
     const Vec weight = exp2(load(line + j) - top);
     store(line + j, weight);
     added += weight;
@@ -474,17 +459,17 @@ inline void forward_item(const TilesCall& c, const Item& item) {
         const int64_t at = work.at(tile, i);
         Vec most = all(NOTHING);
         for (size_t r = 0; r < work.runs.size(); ++r) {
-          const Hull& hull = work.hull_of(r, i);
-          for (int64_t j = hull.low; j < hull.high; j += W) most = larger(load(line + j), most);
+          const Span& hull = work.hull_of(r, i);
+          for (int64_t j = hull.first; j < hull.end; j += W) most = larger(load(line + j), most);
         }
         const float before = top[at], here = largest(most), now = here > before ? here : before;
         float added = 0.0f;
         for (size_t r = 0; r < work.runs.size(); ++r) {
-          const Hull& hull = work.hull_of(r, i);
+          const Span& hull = work.hull_of(r, i);
           added += powers(line, hull, now == NOTHING ? 0.0f : now);
           if (c.dropout > 0.0f) {
             const uint32_t hash = work.hash_of_row(work.query_of(tile, i));
-            for (int64_t j = hull.low; j < hull.high; j += W)
+            for (int64_t j = hull.first; j < hull.end; j += W)
               store(line + j, load(line + j) * work.dropped(hash, first + j));
           }
         }
@@ -498,10 +483,10 @@ inline void forward_item(const TilesCall& c, const Item& item) {
       }
       for (size_t r = 0; r < work.runs.size(); ++r)
         for (int64_t i = top_row; i < end_row; i += ROWS) {
-          const Hull& hull = work.hull_of(r, i);
-          if (hull.low >= hull.high) continue;
+          const Span& hull = work.hull_of(r, i);
+          if (hull.first >= hull.end) continue;
           work.add_to(tile, i, work.rows_from(i), value_row, out, [&](float* to) {
-            work.add_values(work.rows_from(i), work.scores + (i - top_row) * work.score_row, hull.low, hull.high, to);
+            work.add_values(work.rows_from(i), work.scores + (i - top_row) * work.score_row, hull.first, hull.end, to);
           });
         }
     });
@@ -522,25 +507,39 @@ inline void forward_item(const TilesCall& c, const Item& item) {
   }
 }
 
-// Consecutive tiles of at least `rows` queries make one item.
-inline void find_items(const TilesCall& c, int64_t rows, std::vector<Item>& items) {
+// The items of a call, and the first of every head.
+struct Items {
+  std::vector<Item> all;
+  std::vector<size_t> firsts;
+};
+
+// Consecutive tiles of up to `rows` queries make one item.
+inline Items find_items(const TilesCall& c, int64_t rows) {
+  Items items;
   for (int64_t b = 0; b < c.batch; ++b)
     for (int64_t h = 0; h < c.heads; ++h) {
+      items.firsts.push_back(items.all.size());
       for (int64_t row = 0; c.block > 0 && row < c.length; row += CHOOSING)
-        items.push_back({b, h, row, std::min(row + CHOOSING, c.length), nullptr, 0});
+        items.all.push_back({b, h, row, std::min(row + CHOOSING, c.length), 0, 0, nullptr, 0});
       const Tile* tiles = c.tiles + b * c.tile_batch + h * c.tile_head;
       for (int64_t t = 0; t < c.tile_count;) {
-        const int64_t first = t;
-        for (++t; t < c.tile_count && tiles[t].row_end - tiles[first].row <= rows;) ++t;
-        items.push_back({b, h, tiles[first].row, tiles[t - 1].row_end, tiles + first, t - first});
+        Item item{b, h, tiles[t].row, 0, c.keys, 0, tiles + t, 0};
+        for (; t < c.tile_count && (item.count == 0 || tiles[t].row_end - item.row <= rows); ++t, ++item.count)
+          for (int32_t r = tiles[t].range; r < tiles[t].range_end; ++r) {
+            item.low = std::min<int64_t>(item.low, c.ranges[r].first);
+            item.high = std::max(item.high, std::min<int64_t>(c.ranges[r].end, c.keys));
+          }
+        item.row_end = tiles[t - 1].row_end;
+        items.all.push_back(item);
       }
     }
+  items.firsts.push_back(items.all.size());
+  return items;
 }
 
 inline void tiles_forward(const TilesCall& c, const Pool& pool) {
-  std::vector<Item> items;
-  find_items(c, SEGMENT, items);
-  parallel_items(pool, static_cast<int64_t>(items.size()), [&](int64_t i) { forward_item(c, items[i]); });
+  const Items items = find_items(c, SEGMENT);
+  parallel_items(pool, static_cast<int64_t>(items.all.size()), [&](int64_t i) { forward_item(c, items.all[i]); });
 }
 
 // dV = P^T dO; dS = P (dO V^T - D), D_i = dO_i out_i; dQ = scale dS K; dK = scale dS^T Q. One query head of a group.
@@ -575,18 +574,18 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
                           work.ranges[tile.range_end - 1].end <= first + work.chunk;
     for (int64_t i = 0; i < number; ++i) products[i] = is_whole ? 0.0f : inner[work.at(tile, i)];
     for (size_t r = 0; r < work.runs.size(); ++r) {
-      work.each_panel(r, 0, number, [&](int64_t p) { return work.value_panel(p); },
-                      [&](int64_t i, int64_t n, const Hull& hull, int64_t p, const float* panel) {  // dP = dO V^T
+      work.each_panel(r, 0, number, work.values,
+                      [&](int64_t i, int64_t n, const Span& hull, int64_t p, const float* panel) {  // dP = dO V^T
         work.half_panels(hull, p, n, c.values, tile_grad + i * value_row, value_row, panel, slopes + i * score_row, score_row);
       });
       for (int64_t i = 0; i < number; ++i) {  // P and dP, in place of scores and dO V^T
-        const Hull& hull = work.hull_of(r, i);
+        const Span& hull = work.hull_of(r, i);
         float *line = work.scores + i * score_row, *slope_line = slopes + i * score_row;
         const float *of_row = work.sums + 2 * work.at(tile, i), top = of_row[0], total = of_row[1];
         const float share = total > 0.0f ? 1.0f / total : 0.0f;
         const uint32_t hash = row_hash(i);
         Vec added = {};
-        for (int64_t j = hull.low; j < hull.high; j += W) {
+        for (int64_t j = hull.first; j < hull.end; j += W) {
           const Vec weight = exp2(load(line + j) - top) * share;
           Vec dp = weight > 0.0f ? load(slope_line + j) : Vec{};
           if (c.dropout > 0.0f) dp *= work.dropped(hash, first + j);
@@ -599,22 +598,22 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
     }
     for (size_t r = 0; r < work.runs.size(); ++r) {
       const Run& run = work.runs[r];
-      Hull all_rows{run.high, run.low};
+      Span all_rows{run.high, run.low};
       for (int64_t i = 0; i < number; i += ROWS) {
-        const Hull& hull = work.hull_of(r, i);
-        all_rows = {std::min(all_rows.low, hull.low), std::max(all_rows.high, hull.high)};
+        const Span& hull = work.hull_of(r, i);
+        all_rows = {std::min(all_rows.first, hull.first), std::max(all_rows.end, hull.end)};
       }
-      if (all_rows.low >= all_rows.high) continue;
+      if (all_rows.first >= all_rows.end) continue;
       if (d_numbers != nullptr) clear(d_numbers, run.high - run.low + number + W);
       for (int64_t i = 0; i < number; ++i) {  // dS in place of dP, and what dropout keeps of P; zeros beyond the group
-        const Hull& hull = work.hull_of(r, i);
+        const Span& hull = work.hull_of(r, i);
         float *line = work.scores + i * score_row, *slope_line = slopes + i * score_row;
-        const bool none = hull.low >= hull.high;
-        const int64_t low = none ? all_rows.high : hull.low, high = none ? all_rows.high : hull.high;
+        const bool none = hull.first >= hull.end;
+        const int64_t low = none ? all_rows.end : hull.first, high = none ? all_rows.end : hull.end;
         const uint32_t hash = row_hash(i);
         for (float* x : {line, slope_line}) {
-          clear(x + all_rows.low, low - all_rows.low);
-          clear(x + high, all_rows.high - high);
+          clear(x + all_rows.first, low - all_rows.first);
+          clear(x + high, all_rows.end - high);
         }
         for (int64_t j = low; j < high; j += W) {
           const Vec weight = load(line + j);
@@ -646,12 +645,12 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
               d.d_vectors[(head_numbers + begin + o) * c.width + e] += d_vectors[o * width_row + e];
         }
       }
-      const int64_t end = std::min(all_rows.high, work.size);
-      in_steps({all_rows.low, end}, ROWS, [&](int64_t j, int64_t keys_here) {  // ROWS keys, and the queries that see some of them
+      const int64_t end = std::min(all_rows.end, work.size);
+      in_steps({all_rows.first, end}, ROWS, [&](int64_t j, int64_t keys_here) {  // ROWS keys, and the queries that see some of them
         int64_t first_row = number, last_row = 0;
         for (int64_t i = 0; i < number; i += ROWS) {
-          const Hull& hull = work.hull_of(r, i);
-          if (hull.low >= j + ROWS || hull.high <= j) continue;
+          const Span& hull = work.hull_of(r, i);
+          if (hull.first >= j + ROWS || hull.end <= j) continue;
           first_row = std::min(first_row, i);
           last_row = i + work.rows_from(i);
         }
@@ -662,13 +661,13 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
         product(keys_here, width_row, last_row - first_row, slopes + from, 1, score_row, queries + first_row * width_row,
                 width_row, dk + j * d.dk_row, d.dk_row, true);
       });
-      const Rows keys = work.key_rows(all_rows.low, end);
+      const Rows keys = work.key_rows(work.keys, all_rows.first, end);
       in_steps({0, number}, ROWS, [&](int64_t i, int64_t rows_here) {
-        const Hull& hull = work.hull_of(r, i);
-        if (hull.low >= hull.high) return;
+        const Span& hull = work.hull_of(r, i);
+        if (hull.first >= hull.end) return;
         work.add_to(tile, i, rows_here, width_row, dq, [&](float* to) {
-          product(rows_here, width_row, std::min(hull.high, end) - hull.low, slopes + i * score_row + hull.low, score_row, 1,
-                  keys[hull.low], keys.distance, to, width_row, true);
+          product(rows_here, width_row, std::min(hull.end, end) - hull.first, slopes + i * score_row + hull.first, score_row, 1,
+                  keys[hull.first], keys.distance, to, width_row, true);
         });
       });
     }
@@ -678,52 +677,34 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
 }
 
 // Whether no two items of a head share a key unless they are neighbours, so that even and odd ones may run in turn.
-inline bool neighbours_only(const TilesCall& c, const std::vector<Item>& items) {
-  std::vector<int64_t> lows(items.size() + 2, c.keys);  // the first key of an item and of all later ones of its head
-  std::vector<int64_t> highs(items.size(), 0);
-  const auto same_head = [&](size_t a, size_t b) {
-    return b < items.size() && items[a].head == items[b].head && items[a].batch == items[b].batch;
-  };
-  for (size_t n = items.size(); n-- > 0;) {
-    if (same_head(n, n + 1)) lows[n] = lows[n + 1];
-    for (int64_t t = 0; t < items[n].count; ++t) add_keys(items[n].tiles[t], c.ranges, lows[n], highs[n]);
+inline bool neighbours_only(const Items& items) {
+  for (size_t head = 0; head + 1 < items.firsts.size(); ++head) {
+    int64_t low = INT64_MAX, next = INT64_MAX;  // the first key of all items behind the next one, and its own
+    for (size_t n = items.firsts[head + 1]; n-- > items.firsts[head];) {
+      if (low < items.all[n].high) return false;
+      low = std::min(low, next), next = items.all[n].low;
+    }
   }
-  for (size_t n = 0; n < items.size(); ++n)
-    if (same_head(n, n + 2) && lows[n + 2] < highs[n]) return false;
   return true;
 }
 
 // Items of the heads of a group add to the same keys: one thread computes them one after another. So do neighbours,
-// which take turns.
+// which take turns, and all items of a head whose queries choose their keys.
 inline void tiles_backward(const TilesCall& c, const TilesGradients& d, const Pool& pool) {
   const int64_t repeats = c.heads / c.groups;
-  std::vector<Item> items;
-  if (c.block > 0 || d.d_numbers != nullptr || d.d_vectors != nullptr || (repeats > 1 && c.tile_head != 0)) {
-    find_items(c, c.length, items);
-  } else {
-    for (int64_t rows = SEGMENT;; rows *= 2) {
-      items.clear();
-      find_items(c, rows, items);
-      if (rows >= c.length || neighbours_only(c, items)) break;
-    }
-  }
-  std::vector<std::vector<Item>> turns[2];  // what one thread computes one after another
-  for (size_t i = 0; i < items.size();) {
-    std::vector<std::vector<Item>> places;  // the items of the heads of a group, by their place in the sequence
-    const Item first = items[i];
-    for (size_t place = 0; i < items.size() && items[i].batch == first.batch &&
-                           items[i].head / repeats == first.head / repeats; ++i, ++place) {
-      if (place > 0 && (c.block > 0 || items[i].head != items[i - 1].head)) place = 0;
-      if (place == places.size()) places.emplace_back();
-      places[place].push_back(items[i]);
-    }
-    for (size_t place = 0; place < places.size(); ++place) turns[place % 2].push_back(std::move(places[place]));
-  }
-  for (const auto& turn : turns)
-    if (!turn.empty())
-      parallel_items(pool, static_cast<int64_t>(turn.size()), [&](int64_t n) {
-        for (const Item& item : turn[n]) backward_item(c, d, item);
-      });
+  const bool by_head = c.block > 0 || d.d_numbers != nullptr || d.d_vectors != nullptr || (repeats > 1 && c.tile_head != 0);
+  int64_t rows = by_head ? c.length : SEGMENT, most = 1;
+  Items items = find_items(c, rows);
+  while (rows < c.length && !neighbours_only(items)) items = find_items(c, rows *= 2);
+  for (size_t head = 0; c.block == 0 && head + 1 < items.firsts.size(); ++head)
+    most = std::max(most, static_cast<int64_t>(items.firsts[head + 1] - items.firsts[head]));
+  for (int64_t turn = 0; turn < 2; ++turn)
+    parallel_parts(pool, c.batch * c.groups, (most + 1 - turn) / 2, [&](int64_t group, int64_t n) {
+      for (int64_t head = group * repeats; head < (group + 1) * repeats; ++head) {
+        const size_t first = items.firsts[head] + 2 * n + turn, end = items.firsts[head + 1];
+        for (size_t i = first; i < (c.block > 0 ? end : std::min(end, first + 1)); ++i) backward_item(c, d, items.all[i]);
+      }
+    });
 }
 
 }  // namespace FAST_ATTENTION_NAMESPACE
