@@ -79,8 +79,8 @@ def build(file: Path, widths: Sequence[int], sanitize: bool = False) -> None:
             mark = Path(folder) / "mark.cpp"
             mark.write_text(_mark(widths), encoding="utf-8")
             # Narrow vectors first: of equal inline functions the linker keeps the first, which must run everywhere.
-            library = [f"-DFAST_ATTENTION_HAS_{width}" for width in widths]
-            library += [TARGET, "-isystem", str(torch / "include")]
+            tables = " ".join(f"X({width})" for width in sorted(widths))
+            library = [f"-DFAST_ATTENTION_WIDTHS(X)={tables}", TARGET, "-isystem", str(torch / "include")]
             units = [(mark, []), (SOURCE / "library.cpp", library + small)]
             for width in sorted(widths):
                 tuned = small if width == 4 and len(widths) > 1 else fast

@@ -45,17 +45,6 @@ inline bool has_tile_registers() {
   return has;
 }
 
-// Numbers e to e + N of a row of `width`, or zeros from its end on.
-template <int N, class T>
-inline T some(const uint16_t* row, int64_t e, int64_t width) {
-  T numbers = {};
-  if (e + N <= width)
-    std::memcpy(&numbers, row + e, sizeof numbers);
-  else if (e < width)
-    std::memcpy(&numbers, row + e, static_cast<size_t>(width - e) * 2);
-  return numbers;
-}
-
 // PANEL tokens of which `number` exist, in pairs of neighbouring numbers: to[(e / 2 * PANEL + n) * 2 + e % 2].
 inline void pack_pairs(const Tokens& x, int64_t offset, int64_t number, int64_t width, int64_t padded, uint16_t* to) {
   const uint16_t* from = static_cast<const uint16_t*>(x.data) + offset;
@@ -63,7 +52,7 @@ inline void pack_pairs(const Tokens& x, int64_t offset, int64_t number, int64_t 
     for (int64_t e = 0; e < padded; e += 2 * W) {
       Vec rows[W];
 #pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) rows[i] = some<2 * W, Vec>(from + (n + i) * x.row, e, n + i < number ? width : 0);
+      for (int i = 0; i < W; ++i) rows[i] = some<Vec>(from + (n + i) * x.row + e, n + i < number ? width - e : 0);
       transpose(rows);
 #pragma GCC unroll 16
       for (int i = 0; i < W; ++i) std::memcpy(to + ((e / 2 + i) * PANEL + n) * 2, &rows[i], sizeof rows[i]);
@@ -75,8 +64,8 @@ inline void pack_rows(const Tokens& x, int64_t offset, int64_t number, int64_t w
   const uint16_t* from = static_cast<const uint16_t*>(x.data) + offset;
   for (int64_t n = 0; n < PANEL; n += 2, from += 2 * x.row)
     for (int64_t e = 0; e < padded; e += W) {
-      const auto even = some<W, Shorts>(from, e, n < number ? width : 0);
-      const auto odd = some<W, Shorts>(from + x.row, e, n + 1 < number ? width : 0);
+      const auto even = some<Shorts>(from + e, n < number ? width - e : 0);
+      const auto odd = some<Shorts>(from + x.row + e, n + 1 < number ? width - e : 0);
       const Words pairs = __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16;
       std::memcpy(to + (n / 2 * padded + e) * 2, &pairs, sizeof pairs);
     }

@@ -120,7 +120,7 @@ class FeatureWork {
     packed.rows = static_cast<float*>(packed.memory.bytes(row_line * (c.width + (backward ? width_row : 0)) * 4));
     packed.columns = packed.rows + row_line * c.width;
     for (int64_t p = 0; p < c.rows; p += PANEL)
-      pack_panel(rows, at(rows, p), c.rows - p, c.width, row, packed.rows + p * c.width);
+      pack_panel(rows, at(rows, p), c.rows - p, c.width, packed.rows + p * c.width);
     for (int64_t e = 0; e < c.rows && backward; ++e) {
       read_row(rows, at(rows, e), c.width, width_row, 1.0f, row);
       for (int64_t p = 0; p < width_row; p += PANEL)
@@ -417,7 +417,7 @@ class FeatureWork {
     Frame frame;
     float* panel = frame.floats(PANEL * numbers);
     for (int64_t p = 0; p < n; p += PANEL) {
-      pack_panel({keys.data, 0, 0, keys.distance, FLOAT32}, p * keys.distance, n - p, numbers, row, panel);
+      pack_panel({keys.data, 0, 0, keys.distance, FLOAT32}, p * keys.distance, n - p, numbers, panel);
       const int64_t first = p / ROWS * ROWS;
       column_panel<2>(n - first, numbers, rows[first], rows.distance, 1, panel, PANEL, to + first * STEP + p, STEP, false);
     }

@@ -22,11 +22,10 @@ struct Lines {
   const T* at(int64_t b, int64_t h) const { return data == nullptr ? nullptr : data + b * batch + h * head; }
 };
 
-// Runs body(context, thread) on some threads of torch's own pool at once: one parallel region.
-typedef void (*Body)(void* context, int64_t thread);
+// Runs body(context) on some threads of torch's own pool at once: one parallel region.
 struct Pool {
   int64_t threads;
-  void (*run)(int64_t threads, Body body, void* context);
+  void (*run)(int64_t threads, void (*body)(void* context), void* context);
 };
 
 // Some queries of one head, [row, row_end), and the ranges of keys that they see, in the order of keys.

@@ -21,13 +21,9 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-#ifdef FAST_ATTENTION_HAS_16
-extern const Kernels kernels_of_width_16;
-#endif
-#ifdef FAST_ATTENTION_HAS_8
-extern const Kernels kernels_of_width_8;
-#endif
-extern const Kernels kernels_of_width_4;
+// The build names the widths in rising order, the narrowest of which is always there: FAST_ATTENTION_WIDTHS(X) X(4) X(16)
+#define FAST_ATTENTION_DECLARE(number) extern const Kernels kernels_of_width_##number;
+FAST_ATTENTION_WIDTHS(FAST_ATTENTION_DECLARE)
 
 namespace {
 
@@ -35,29 +31,19 @@ const Kernels* kernels = &kernels_of_width_4;
 
 // Takes the widest vectors that are there and no wider than asked for; gives their width.
 int64_t use_width(int64_t width) {
-  kernels = &kernels_of_width_4;
-#ifdef FAST_ATTENTION_HAS_8
-  if (width >= 8) kernels = &kernels_of_width_8;
-#endif
-#ifdef FAST_ATTENTION_HAS_16
-  if (width >= 16) kernels = &kernels_of_width_16;
-#endif
+#define FAST_ATTENTION_TAKE(number) \
+  if (width >= number || number == 4) kernels = &kernels_of_width_##number;
+  FAST_ATTENTION_WIDTHS(FAST_ATTENTION_TAKE)
   return kernels->width;
 }
 
 Pool pool() {
-  Pool result;
-  result.threads = torch::stable::get_num_threads();
-  result.run = [](int64_t threads, Body body, void* context) {
-    if (threads <= 1) {
-      if (threads == 1) body(context, 0);
-      return;
-    }
+  const auto run = [](int64_t threads, void (*body)(void*), void* context) {
     torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t thread = begin; thread < end; ++thread) body(context, thread);
+      for (int64_t thread = begin; thread < end; ++thread) body(context);
     });
   };
-  return result;
+  return {torch::stable::get_num_threads(), run};
 }
 
 // Refuses sizes that the kernels would read or write beyond.

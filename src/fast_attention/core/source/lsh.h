@@ -48,11 +48,11 @@ inline Ints hashed(const float* scores, int64_t halves) {
 // Buckets of tokens [first, end) of a head in all rounds; several factors make h_1 + b_1 h_2 + b_1 b_2 h_3 ...
 inline void hash_span(const HashCall& c, int64_t batch, int64_t head, Span span) {
   Frame m;
-  float *panel = m.floats(PANEL * c.width), *row = m.floats(whole(c.width, W)), *scores = m.floats(PANEL * c.columns);
+  float *panel = m.floats(PANEL * c.width), *scores = m.floats(PANEL * c.columns);
   const float* rotations = c.rotations + head * c.rounds * c.width * c.columns;
   int32_t* to = c.buckets + (batch * c.heads + head) * c.rounds * c.length;
   in_steps(span, PANEL, [&](int64_t t, int64_t number) {  // a panel of tokens and a round's rotations are in the first cache
-    pack_panel(c.q, c.q.at(batch, head, t), number, c.width, row, panel);
+    pack_panel(c.q, c.q.at(batch, head, t), number, c.width, panel);
     for (int64_t r = 0; r < c.rounds; ++r) {
       product(c.columns, PANEL, c.width, rotations + r * c.width * c.columns, 1, c.columns, panel, PANEL, scores, PANEL,
               false);
@@ -252,7 +252,7 @@ class HashedWork {
   void pack(const HashedKeys& k, float* rows, int64_t row, float* to) const {
     clear(rows + k.number * row, (k.padded - k.number) * row);
     for (int64_t n = 0; n < k.padded; n += PANEL)
-      pack_panel({rows, 0, 0, row, FLOAT32}, n * row, k.padded - n, row, nullptr, to + n * row);
+      pack_panel({rows, 0, 0, row, FLOAT32}, n * row, k.padded - n, row, to + n * row);
   }
 
   // How many columns queries [i, i + ROWS) of a strip have, in whole vectors: later keys of their own piece are not met.

@@ -97,44 +97,33 @@ inline void exchange(Vec (&rows)[W], std::integer_sequence<int, J...> places) {
 inline void transpose(Vec (&rows)[W]) { exchange<1>(rows, PLACES); }
 
 // Writes PANEL tokens, of which `number` exist, as columns: to[e * PANEL + n]; zeros stand for those that do not.
-inline void pack_panel(const Tokens& x, int64_t offset, int64_t number, int64_t width, float* row, float* to) {
-  for (int64_t n = 0; n < PANEL; n += W) {
-    int64_t e = 0;
-    if (x.kind == FLOAT32 && n + W <= number) {
-      const float* from = static_cast<const float*>(x.data) + offset + n * x.row;
-      for (; e + W <= width; e += W) {
-        Vec rows[W];
+inline void pack_panel(const Tokens& x, int64_t offset, int64_t number, int64_t width, float* to) {
+  for (int64_t n = 0; n < PANEL; n += W)
+    for (int64_t e = 0; e < width; e += W) {
+      const int64_t at = offset + n * x.row + e;
+      Vec rows[W];
+      if (x.kind == FLOAT32 && n + W <= number && e + W <= width) {
+        const float* from = static_cast<const float*>(x.data) + at;
 #pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) rows[i] = load(from + i * x.row + e);
-        transpose(rows);
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) store(to + (e + i) * PANEL + n, rows[i]);
+        for (int i = 0; i < W; ++i) rows[i] = load(from + i * x.row);
+      } else {
+        for (int i = 0; i < W; ++i) rows[i] = n + i < number ? read(x, at + i * x.row, width - e) : Vec{};
       }
+      transpose(rows);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i)
+        if (e + i < width) store(to + (e + i) * PANEL + n, rows[i]);
     }
-    if (n + W > number)
-      for (int64_t c = e; c < width; ++c) store(to + c * PANEL + n, Vec{});
-    for (int64_t i = n; i < n + W && i < number && e < width; ++i) {
-      read_row(x, offset + i * x.row, width, width, 1.0f, row);
-      for (int64_t c = e; c < width; ++c) to[c * PANEL + i] = row[c];
-    }
-  }
 }
 
 // Threads take items by a counter: which thread has which never changes a bit of the results.
 template <class Function>
 inline void parallel_items(const Pool& pool, int64_t items, const Function& function) {
-  struct Shared {
-    std::atomic<int64_t> next;
-    int64_t items;
-    const Function* function;
-  } shared{{0}, items, &function};
-  pool.run(
-      std::min(pool.threads, items),
-      [](void* context, int64_t) {
-        Shared& s = *static_cast<Shared*>(context);
-        for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.items;) (*s.function)(i);
-      },
-      &shared);
+  std::atomic<int64_t> next{0};
+  auto body = [&] {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) function(i);
+  };
+  pool.run(std::min(pool.threads, items), [](void* context) { (*static_cast<decltype(body)*>(context))(); }, &body);
 }
 
 // Calls function(head, part) for some parts of every head.

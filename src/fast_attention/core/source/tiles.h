@@ -214,7 +214,7 @@ class TileWork {
     }
 #endif
     float* to = side.panels + p * PANEL * side.numbers;
-    if (!side.packed[p]) pack_panel(side.x, at, size - p * PANEL, side.numbers, row, to);
+    if (!side.packed[p]) pack_panel(side.x, at, size - p * PANEL, side.numbers, to);
     side.packed[p] = true;
     return to;
   }
@@ -345,7 +345,7 @@ class TileWork {
     const int64_t padded = copy_vectors(tile, run);
     const Tokens rows_of_vectors{vectors, 0, 0, width_row, FLOAT32};
     for (int64_t o = 0; o < padded; o += PANEL) {
-      pack_panel(rows_of_vectors, o * width_row, PANEL, c.width, row, vector_panel);
+      pack_panel(rows_of_vectors, o * width_row, PANEL, c.width, vector_panel);
       column_panel<2>(number, c.width, tile_q, width_row, 1, vector_panel, PANEL, products + o, offset_row, false);
     }
   }

@@ -167,23 +167,32 @@ inline Shorts narrowed(Vec numbers, Kind kind) {
   return __builtin_convertvector(size > 0x7f800000u ? nan : out, Shorts);
 }
 
+// The first n numbers of a vector, and zeros where there are fewer than it holds.
+template <class V, class T>
+inline V some(const T* from, int64_t n) {
+  V v = {};
+  if (n * static_cast<int64_t>(sizeof(T)) >= static_cast<int64_t>(sizeof v)) std::memcpy(&v, from, sizeof v);
+  else if (n > 0) std::memcpy(&v, from, static_cast<size_t>(n) * sizeof(T));
+  return v;
+}
+
+// Writes them.
+template <class V, class T>
+inline void put(T* to, int64_t n, V v) {
+  if (n * static_cast<int64_t>(sizeof(T)) >= static_cast<int64_t>(sizeof v)) std::memcpy(to, &v, sizeof v);
+  else std::memcpy(to, &v, static_cast<size_t>(n) * sizeof(T));
+}
+
+// Numbers of tokens from a place on, as floats.
+inline Vec read(const Tokens& x, int64_t at, int64_t n) {
+  if (x.kind == FLOAT32) return some<Vec>(static_cast<const float*>(x.data) + at, n);
+  return widened(some<Shorts>(static_cast<const uint16_t*>(x.data) + at, n), x.kind);
+}
+
 // Copies n numbers of a token, times factor, as floats; zeros fill the row up to `padded`, in whole vectors.
 inline void read_row(const Tokens& x, int64_t offset, int64_t n, int64_t padded, float factor, float* to) {
-  int64_t i = 0;
-  if (x.kind == FLOAT32) {
-    const float* from = static_cast<const float*>(x.data) + offset;
-    for (; i + W <= n; i += W) store(to + i, load(from + i) * factor);
-    for (; i < n; ++i) to[i] = from[i] * factor;
-  } else {
-    const uint16_t* from = static_cast<const uint16_t*>(x.data) + offset;
-    for (; i < n; i += W) {
-      Shorts numbers = {};
-      if (i + W <= n) std::memcpy(&numbers, from + i, sizeof numbers);
-      else std::memcpy(&numbers, from + i, static_cast<size_t>(n - i) * 2);
-      store(to + i, widened(numbers, x.kind) * factor);
-    }
-  }
-  for (i = n; i < padded; ++i) to[i] = 0.0f;
+  for (int64_t i = 0; i < n; i += W) store(to + i, read(x, offset + i, n - i) * factor);
+  for (int64_t i = n; i < padded; ++i) to[i] = 0.0f;
 }
 
 // Whether rows of tokens are whole vectors of float32, which are read and written where they are.
@@ -191,18 +200,10 @@ inline bool whole_vectors(const Tokens& x, int64_t n) { return x.kind == FLOAT32
 
 // Writes n numbers of a row of whole vectors, times factor, as those of a token.
 inline void write_row(const Tokens& x, int64_t offset, int64_t n, float factor, const float* from) {
-  int64_t i = 0;
-  if (x.kind == FLOAT32) {
-    float* to = static_cast<float*>(x.data) + offset;
-    for (; i + W <= n; i += W) store(to + i, load(from + i) * factor);
-    for (; i < n; ++i) to[i] = from[i] * factor;
-    return;
-  }
-  uint16_t* to = static_cast<uint16_t*>(x.data) + offset;
-  for (; i < n; i += W) {
-    const Shorts numbers = narrowed(load(from + i) * factor, x.kind);
-    if (i + W <= n) std::memcpy(to + i, &numbers, sizeof numbers);
-    else std::memcpy(to + i, &numbers, static_cast<size_t>(n - i) * 2);
+  for (int64_t i = 0; i < n; i += W) {
+    const Vec numbers = load(from + i) * factor;
+    if (x.kind == FLOAT32) put(static_cast<float*>(x.data) + offset + i, n - i, numbers);
+    else put(static_cast<uint16_t*>(x.data) + offset + i, n - i, narrowed(numbers, x.kind));
   }
 }
 
