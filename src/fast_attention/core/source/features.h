@@ -377,16 +377,6 @@ class FeatureWork {
     add_rows(rows, weights, n, to.z);
   }
 
-  // From here on the keys of a section are summed apart from those before it, which rounds each of them once.
-  void sum_apart() {
-    before = new_sums(), added = new_sums();
-    copy(sums, before);
-    clear(added.kv, sum_numbers);
-  }
-  void join_sums() {
-    for (int64_t i = 0; i < sum_numbers; i += W) store(sums.kv + i, load(before.kv + i) + load(added.kv + i));
-  }
-
   // z += the sum of rows, times weights if there are any
   void add_rows(const float* rows, const float* weights, int64_t n, float* to) const {
     const float one = 1.0f;
@@ -588,20 +578,20 @@ class Totals {
   }
 
   void combine(const FeatureSums& sums, int64_t f, double ours, double theirs) {
-    z[f] = z[f] * ours + sums.z[f] * theirs;
-    for (int64_t p = 0; p < w.value_row / PANEL; ++p) {
-      double* total = kv + (p * w.line + f) * PANEL;
-      const float* part = sums.kv + (p * w.line + f) * PANEL;
-      for (int64_t e = 0; e < PANEL; ++e) total[e] = total[e] * ours + part[e] * theirs;
-    }
+    each_of(f, [&](int64_t i) { kv[i] = kv[i] * ours + sums.kv[i] * theirs; });
   }
-
+  void multiply(int64_t f, double factor) {
+    each_of(f, [&](int64_t i) { kv[i] *= factor; });
+  }
   static double factor(double from, double to) { return from == to ? 1.0 : std::exp2(from - to); }
 
-  void multiply(int64_t f, double factor) {
-    z[f] *= factor;
-    for (int64_t p = 0; p < w.value_row / PANEL; ++p)
-      for (int64_t e = 0; e < PANEL; ++e) kv[(p * w.line + f) * PANEL + e] *= factor;
+  // Calls function(number of ours) for the numbers of a feature, the last of which is that of z.
+  template <class Function>
+  void each_of(int64_t f, Function&& function) const {
+    const int64_t end = w.line * w.value_row;
+    for (int64_t i = f * PANEL; i < end; i += w.line * PANEL)
+      for (int64_t e = 0; e < PANEL; ++e) function(i + e);
+    function(end + f);
   }
 
   void write(const FeatureSums& to) const {
@@ -702,7 +692,11 @@ class SectionWork : public FeatureWork {
     const Span span = of_queries(section);
     if (c.causal) {
       copy(sums_read(section), sums);
-      if (whole != nullptr) sum_apart();
+      if (whole != nullptr) {  // the section's keys are summed apart from those before it, which rounds each of them once
+        before = new_sums(), added = new_sums();
+        copy(sums, before);
+        clear(added.kv, sum_numbers);
+      }
       if (scaled) copy_row(top, sums.scale);
       begin_decays(span);
       keys = m.floats(AT_ONCE * line), pairs = m.floats(STEP * STEP);
@@ -729,7 +723,8 @@ class SectionWork : public FeatureWork {
         const Rows v = values(i + leading_keys, n);
         add_triangle(pairs, v, c.values, n, {out, value_row});
         if (i + n < span.end || whole != nullptr) add_to_sums(keys, nullptr, v, n, whole == nullptr ? sums : added);
-        if (whole != nullptr) join_sums();
+        for (int64_t e = 0; e < sum_numbers && whole != nullptr; e += W)
+          store(sums.kv + e, load(before.kv + e) + load(added.kv + e));
       }
       for (int64_t r = 0; r < n; r += W) {  // the sums of the rows of W x W numbers, side by side
         Vec block[W], denominator = {};
@@ -810,12 +805,6 @@ class SectionWork : public FeatureWork {
     for (int64_t f = 0; f < c.features && random; ++f)
       totals.multiply(f, binary(c.first.log_scale[lane * c.features + f], of_state) * Totals::factor(scale[f], totals.scale[f]));
     totals.write(d.first);
-  }
-
-  // Gradients of a section of keys that all queries see.
-  void leading_gradients(const FeaturesGradients& d, int64_t s) {
-    const FeatureSums d_sums = gradients_after(d, 0);
-    key_gradients(d, s, of_keys(s), d_sums.scale, d_sums);
   }
 
   // Gradients of a section of queries and the keys beside them: first to last those of queries, then back those of keys.
@@ -931,7 +920,8 @@ inline void features_backward(const FeaturesCall& c, const FeaturesGradients& d,
       [&](int64_t head) { SectionWork(c, head, true).scan_gradients(d, all_summed); }, c.key_sections(),
       [&](int64_t head, int64_t s) {
         SectionWork work(c, head, true);
-        if (s < c.leading()) work.leading_gradients(d, s);
+        const FeatureSums d_sums = work.gradients_after(d, 0);
+        if (s < c.leading()) work.key_gradients(d, s, work.of_keys(s), d_sums.scale, d_sums);
         else work.section_gradients(d, s - c.leading());
       });
 }
