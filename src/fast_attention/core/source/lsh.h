@@ -99,24 +99,6 @@ inline void arrange(const LshCall& c, const int32_t* bucket, int32_t* order, int
   }
 }
 
-// The lengths of a head's tokens; a shorter one than c.shortest counts as that long.
-inline void measure(const LshCall& c, int64_t batch, int64_t head, float* lengths) {
-  Frame m;
-  const int64_t padded = whole(c.width, W);
-  float* row = m.floats(padded);
-  for (int64_t i = 0; i < c.length; ++i) {
-    read_row(c.q, c.q.at(batch, head, i), c.width, padded, 1.0f, row);
-    lengths[i] = std::max(std::sqrt(product_of_rows(row, row, padded)), c.shortest);
-  }
-}
-
-// A row of whole vectors of float32 without read_row's cases, which cost as much as the copy.
-inline void gather_row(const Tokens& x, int64_t offset, int64_t n, int64_t padded, float factor, float* to) {
-  if (x.kind != FLOAT32 || n != padded) return read_row(x, offset, n, padded, factor, to);
-  const float* from = static_cast<const float*>(x.data) + offset;
-  for (int64_t e = 0; e < n; e += W) store(to + e, load(from + e) * factor);
-}
-
 // Asks for a row that is read soon: those of sorted tokens are all over the second cache and beyond it.
 inline void prefetch_row(const Tokens& x, int64_t offset, int64_t n) {
   const int64_t size = x.kind == FLOAT32 ? 4 : 2;
@@ -232,8 +214,8 @@ class HashedWork {
         prefetch_row(c.q, place(c.q, token(round, next)), c.width);
         prefetch_row(c.v, place(c.v, token(round, next)), c.values);
       }
-      gather_row(c.q, place(c.q, t), c.width, width_row, 1.0f / lengths[t], k.rows + n * width_row);
-      gather_row(c.v, place(c.v, t), c.values, value_row, 1.0f, k.values + n * value_row);
+      read_row(c.q, place(c.q, t), c.width, width_row, 1.0f / lengths[t], k.rows + n * width_row);
+      read_row(c.v, place(c.v, t), c.values, value_row, 1.0f, k.values + n * value_row);
     }
     for (int64_t r = 0; r < compared; ++r) {
       int32_t* to = k.codes + r * HASHED_KEYS;
@@ -286,6 +268,7 @@ class HashedWork {
     const int32_t *query, *keys;
     int64_t compared;
     Ints own, end, all_pairs, steps;
+    bool repeated;  // weights are multiplied by how often keys are met
 
     // The scores of keys from j on; minus infinity where the query does not meet them, or met them in a round before.
     Vec counted(int64_t j, Vec score) const {
@@ -307,16 +290,19 @@ class HashedWork {
       }
       return __builtin_convertvector(often, Vec);
     }
+
+    // The weights of keys from j on.
+    Vec weight(int64_t j, Vec score, Vec top) const {
+      const Vec weight = exp2(counted(j, score) - top);
+      return repeated ? weight * meetings(j) : weight;
+    }
   };
 
   Visible visible(const Strip& s, const HashedKeys& k, int64_t i) const {
     const int32_t own = static_cast<int32_t>(s.first + i - k.first), number = static_cast<int32_t>(k.number);
     return {query_codes + i * c.rounds, k.codes, compared, all(own), all(c.causal && own < number ? own : number),
-            all(all_pairs ? -1 : 0), steps};
+            all(all_pairs ? -1 : 0), steps, all_pairs && !c.distinct};
   }
-
-  // Whether a weight is to be multiplied by how often the key is met.
-  bool repeated() const { return all_pairs && !c.distinct; }
 
   Frame m;
   const LshCall& c;
@@ -337,7 +323,6 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
   HashedWork work(c, lane, false);
   const Rows outs = work.sums_of(c.out, c.values, span);
   Frame m;
-  const bool repeated = work.repeated();
   const int64_t value_row = work.value_row, number = span.end - span.first;
   float *top = m.floats(number), *total = m.floats(number), *out = m.floats(HASHED_ROWS * value_row);
   float *tops = m.floats(HASHED_ROWS), *sums = m.floats(HASHED_ROWS * W);
@@ -380,8 +365,7 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
         const Vec highest = all(tops[i] == -INFINITE ? 0.0f : tops[i]);
         Vec added = load(sums + i * W);
         for (int64_t j = 0, high = work.columns(s, k, i / ROWS * ROWS); j < high; j += W) {
-          Vec weight = exp2(visible.counted(j, load(line + j)) - highest);
-          if (repeated) weight *= visible.meetings(j);
+          const Vec weight = visible.weight(j, load(line + j), highest);
           store(line + j, weight);
           added += weight;
         }
@@ -413,7 +397,13 @@ inline void lsh_forward(const LshCall& c, const Pool& pool) {
   parallel_parts(pool, lanes, c.rounds, [&](int64_t lane, int64_t round) {
     const int64_t at = (lane * c.rounds + round) * c.length;
     arrange(c, c.buckets + at, c.order + at, c.codes + at);
-    if (round == 0) measure(c, lane / c.heads, lane % c.heads, c.lengths + lane * c.length);
+    Frame m;
+    const int64_t padded = whole(c.width, W);
+    float* row = m.floats(padded);
+    for (int64_t i = 0; i < c.length && round == 0; ++i) {  // a shorter one than c.shortest counts as that long
+      read_row(c.q, c.q.at(lane / c.heads, lane % c.heads, i), c.width, padded, 1.0f, row);
+      c.lengths[lane * c.length + i] = std::max(std::sqrt(product_of_rows(row, row, padded)), c.shortest);
+    }
   });
   parallel_parts(pool, lanes, (c.length + HASHED_SEGMENT - 1) / HASHED_SEGMENT, [&](int64_t lane, int64_t s) {
     lsh_forward_span(c, lane, span_of({0, c.length}, HASHED_SEGMENT, s));
@@ -426,7 +416,6 @@ inline void lsh_backward_head(const LshCall& c, const LshGradients& d, int64_t l
   HashedWork work(c, lane, true);
   const Rows dq = work.sums_of(d.dq, c.width, {0, c.length}), dv = work.sums_of(d.dv, c.values, {0, c.length});
   Frame m;
-  const bool repeated = work.repeated();
   const int64_t width_row = work.width_row, value_row = work.value_row;
   float *slopes = m.floats(HASHED_ROWS * HASHED_KEYS), *grad = m.floats(HASHED_ROWS * value_row);
   float *d_queries = m.floats(HASHED_ROWS * width_row), *d_keys = m.floats(HASHED_KEYS * width_row);
@@ -443,7 +432,7 @@ inline void lsh_backward_head(const LshCall& c, const LshGradients& d, int64_t l
     const int64_t rows = s.last - s.first;
     work.read_queries(s);
     for (int64_t i = 0; i < rows; ++i)
-      gather_row(d.grad_out, work.place(d.grad_out, work.query_tokens[i]), c.values, value_row, 1.0f, grad + i * value_row);
+      read_row(d.grad_out, work.place(d.grad_out, work.query_tokens[i]), c.values, value_row, 1.0f, grad + i * value_row);
     clear(d_queries, rows * width_row);
     work.blocks(s, [&](const HashedKeys& k) {
       work.times_columns(s, k, c.width, work.queries, width_row, k.panels, work.scores);
@@ -456,8 +445,7 @@ inline void lsh_backward_head(const LshCall& c, const LshGradients& d, int64_t l
         const float log = logs[token], mean = inner[token];
         for (int64_t j = 0; j < high; j += W) {
           const Vec score = load(line + j);
-          Vec weight = exp2(visible.counted(j, score) - log);
-          if (repeated) weight *= visible.meetings(j);
+          const Vec weight = visible.weight(j, score, all(log));
           const Vec ds = weight > 0.0f ? weight * (load(slope + j) - mean) * LN2 : Vec{};  // queries have log2 e
           store(line + j, weight);
           store(slope + j, ds);

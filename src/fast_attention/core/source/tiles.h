@@ -194,6 +194,7 @@ class TileWork {
           if (keys.first < keys.end) hull = {std::min(hull.first, keys.first), std::max(hull.end, keys.end)};
         }
         if (hull.first < hull.end) hull = {hull.first / W * W, whole(hull.end, W)};
+        else hull.first = hull.end = run.high;
         hulls.push_back(hull);
       });
   }
@@ -271,7 +272,11 @@ class TileWork {
 #endif
         half_panels(hull, p, n, c.width, tile_q + first * width_row, width_row, panel, to_row, score_row);
       });
-      if (c.vectors != nullptr) multiply_vectors(tile, run);
+      const int64_t offsets = c.vectors == nullptr ? 0 : copy_vectors(tile, run);
+      for (int64_t o = 0; o < offsets; o += PANEL) {
+        pack_panel({vectors, 0, 0, width_row, FLOAT32}, o * width_row, PANEL, c.width, vector_panel);
+        column_panel<2>(number, c.width, tile_q, width_row, 1, vector_panel, PANEL, products + o, offset_row, false);
+      }
       for (int64_t i = top_row; i < end_row; ++i) {
         const Span& hull = hull_of(r, i);
         if (hull.first >= hull.end) continue;
@@ -338,16 +343,6 @@ class TileWork {
     for (int64_t o = std::max<int64_t>(0, -first); o < std::min(n, c.number_count - first); ++o)
       std::memcpy(vectors + o * width_row, from + (first + o) * c.width, static_cast<size_t>(c.width) * 4);
     return padded;
-  }
-
-  // The products of a tile's queries with these vectors.
-  void multiply_vectors(const Tile& tile, const Run& run) {
-    const int64_t padded = copy_vectors(tile, run);
-    const Tokens rows_of_vectors{vectors, 0, 0, width_row, FLOAT32};
-    for (int64_t o = 0; o < padded; o += PANEL) {
-      pack_panel(rows_of_vectors, o * width_row, PANEL, c.width, vector_panel);
-      column_panel<2>(number, c.width, tile_q, width_row, 1, vector_panel, PANEL, products + o, offset_row, false);
-    }
   }
 
   // What dropout multiplies W neighbouring weights of a row by, from the hash of the row: 1 / (1 - dropout) or 0.
@@ -430,17 +425,6 @@ class TileWork {
 #endif
 };
 
-// Powers of two of a row of scores below `top`, in place; their sum.
-inline float powers(float* line, const Span& hull, float top) {
-  Vec added = {};
-  for (int64_t j = hull.first; j < hull.end; j += W) {
-    const Vec weight = exp2(load(line + j) - top);
-    store(line + j, weight);
-    added += weight;
-  }
-  return sum(added);
-}
-
 inline void forward_item(const TilesCall& c, const Item& item) {
   TileWork work(c, item, false);
   Frame m;
@@ -466,12 +450,15 @@ inline void forward_item(const TilesCall& c, const Item& item) {
         float added = 0.0f;
         for (size_t r = 0; r < work.runs.size(); ++r) {
           const Span& hull = work.hull_of(r, i);
-          added += powers(line, hull, now == NOTHING ? 0.0f : now);
-          if (c.dropout > 0.0f) {
-            const uint32_t hash = work.hash_of_row(work.query_of(tile, i));
-            for (int64_t j = hull.first; j < hull.end; j += W)
-              store(line + j, load(line + j) * work.dropped(hash, first + j));
+          const bool drops = c.dropout > 0.0f;
+          const uint32_t hash = drops ? work.hash_of_row(work.query_of(tile, i)) : 0;
+          Vec powers = {};
+          for (int64_t j = hull.first; j < hull.end; j += W) {
+            const Vec weight = exp2(load(line + j) - (now == NOTHING ? 0.0f : now));
+            powers += weight;
+            store(line + j, drops ? weight * work.dropped(hash, first + j) : weight);
           }
+          added += sum(powers);
         }
         if (before != now && before != NOTHING) {
           const float decay = exp2(before - now);
@@ -598,23 +585,12 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
     }
     for (size_t r = 0; r < work.runs.size(); ++r) {
       const Run& run = work.runs[r];
-      Span all_rows{run.high, run.low};
-      for (int64_t i = 0; i < number; i += ROWS) {
-        const Span& hull = work.hull_of(r, i);
-        all_rows = {std::min(all_rows.first, hull.first), std::max(all_rows.end, hull.end)};
-      }
-      if (all_rows.first >= all_rows.end) continue;
       if (d_numbers != nullptr) clear(d_numbers, run.high - run.low + number + W);
       for (int64_t i = 0; i < number; ++i) {  // dS in place of dP, and what dropout keeps of P; zeros beyond the group
-        const Span& hull = work.hull_of(r, i);
+        const int64_t low = work.hull_of(r, i).first, high = work.hull_of(r, i).end;
         float *line = work.scores + i * score_row, *slope_line = slopes + i * score_row;
-        const bool none = hull.first >= hull.end;
-        const int64_t low = none ? all_rows.end : hull.first, high = none ? all_rows.end : hull.end;
         const uint32_t hash = row_hash(i);
-        for (float* x : {line, slope_line}) {
-          clear(x + all_rows.first, low - all_rows.first);
-          clear(x + high, all_rows.end - high);
-        }
+        for (float* x : {line, slope_line}) clear(x + run.low, low - run.low), clear(x + high, run.high - high);
         for (int64_t j = low; j < high; j += W) {
           const Vec weight = load(line + j);
           store(slope_line + j, weight * (load(slope_line + j) - products[i]) * LN2);  // queries have log2 e
@@ -645,8 +621,8 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
               d.d_vectors[(head_numbers + begin + o) * c.width + e] += d_vectors[o * width_row + e];
         }
       }
-      const int64_t end = std::min(all_rows.end, work.size);
-      in_steps({all_rows.first, end}, ROWS, [&](int64_t j, int64_t keys_here) {  // ROWS keys, and the queries that see some of them
+      const int64_t end = std::min(run.high, work.size);
+      in_steps({run.low, end}, ROWS, [&](int64_t j, int64_t keys_here) {  // ROWS keys, and the queries that see some of them
         int64_t first_row = number, last_row = 0;
         for (int64_t i = 0; i < number; i += ROWS) {
           const Span& hull = work.hull_of(r, i);
@@ -661,7 +637,7 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
         product(keys_here, width_row, last_row - first_row, slopes + from, 1, score_row, queries + first_row * width_row,
                 width_row, dk + j * d.dk_row, d.dk_row, true);
       });
-      const Rows keys = work.key_rows(work.keys, all_rows.first, end);
+      const Rows keys = work.key_rows(work.keys, run.low, end);
       in_steps({0, number}, ROWS, [&](int64_t i, int64_t rows_here) {
         const Span& hull = work.hull_of(r, i);
         if (hull.first >= hull.end) return;
