@@ -78,7 +78,7 @@ FAULTS = [
           f"{OF_CORE} -k references"),
     Fault("the core's sums keep their old log scales", CORE, "store(ours + e, exp2(x - top)), store", "store(ours + e, all(1.0f)), store",
           f"{OF_CORE} -k grow"),
-    Fault("the core's sink tokens count twice beside near ones", CORE, "(c.causal || distance <= c.after));", "false);",
+    Fault("the core's sink tokens count twice beside near ones", CORE, "(c.causal || distance <= c.after);", "false;",
           f"{OF_CORE} -k references"),
     Fault("the core's queries see later sink tokens", CORE, "(c.causal && ends[s] > i + c.first_position())", "false", f"{OF_CORE} -k references"),
     Fault("the core's sums go without their number of features", CORE, "tops[first + r] - log_count", "tops[first + r]",

@@ -51,8 +51,8 @@ inline void turn_panels(const float* from, int64_t rows, int64_t columns, float*
     }
 }
 
-// Zeros in place of the numbers behind the column `last`.
-inline Vec columns_up_to(Vec x, int64_t last) { return counting() <= static_cast<int32_t>(last) ? x : Vec{}; }
+// Zeros in place of all but the first n numbers.
+inline Vec first_of(Vec x, int64_t n) { return counting() < static_cast<int32_t>(n) ? x : Vec{}; }
 
 // Of x turns.
 inline void cosine_and_sine(Vec x, Vec& cosine, Vec& sine) {
@@ -70,8 +70,8 @@ inline void cosine_and_sine(Vec x, Vec& cosine, Vec& sine) {
   cosine = from_bits(from_words(words(c) ^ half)), sine = from_bits(from_words(words(s) ^ half));
 }
 
-// Not 0 where a number is infinite or NaN: told by its bits, because compilers take 0 x for 0.
-inline Ints not_finite(Vec x) { return (bits(x) & 0x7f800000) == 0x7f800000; }
+// Not 0 where one of the first n numbers is infinite or NaN: told by its bits, because compilers take 0 x for 0.
+inline Ints not_finite(Vec x, int64_t n) { return (bits(n < W ? first_of(x, n) : x) & 0x7f800000) == 0x7f800000; }
 
 inline bool any(Ints x) {
   int32_t found = 0;
@@ -182,7 +182,7 @@ class FeatureWork {
         const Vec number = -larger(all(-LARGEST), -larger(all(-LARGEST), load(to + e))) * factor;
         store(to + e, number);
         square += number * number;
-        broken |= not_finite(number);
+        broken |= not_finite(number, W);
       }
       if (keys || c.normed) norms[i] = sum(square) * ((exponential ? 0.5f : -0.5f) * LOG2E);
       not_numbers[i] = any(broken) ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
@@ -357,20 +357,6 @@ class FeatureWork {
     return {value_memory, value_row};
   }
 
-  // Writes a row times a factor; gives where its numbers are not finite.
-  Ints write_output(int64_t i, float* from, float factor) const {
-    Ints broken = {};
-    for (int64_t e = c.values; e < whole(c.values, W); ++e) from[e] = 0.0f;
-    float* to = whole_vectors(c.out, c.values) ? static_cast<float*>(c.out.data) + at(c.out, i) : from;
-    for (int64_t e = 0; e < c.values; e += W) {
-      const Vec number = load(from + e) * factor;
-      store(to + e, number);
-      broken |= not_finite(number);
-    }
-    if (to == from) write_row(c.out, at(c.out, i), c.values, 1.0f, from);
-    return broken;
-  }
-
   // S += K^T V, z += sum of K, times weights if there are any: of n rows of features, and of values or numerators.
   void add_to_sums(const float* rows, const float* weights, Rows v, int64_t n, const FeatureSums& to) const {
     panel_product(c.features, c.values, n, rows, 1, line, v.data, v.distance, PANEL, to.kv, PANEL, line * PANEL, true);
@@ -414,7 +400,7 @@ class FeatureWork {
     for (int64_t r = 0; r < n; ++r)
       for (int64_t j = 0; j < STEP; j += W) {
         const Vec number = load(to + r * STEP + j);
-        store(to + r * STEP + j, columns_up_to(of_rows == nullptr ? number : number + of_rows[r], r - j));
+        store(to + r * STEP + j, first_of(of_rows == nullptr ? number : number + of_rows[r], r - j + 1));
       }
   }
 
@@ -742,7 +728,11 @@ class SectionWork : public FeatureWork {
       for (int64_t r = 0; r < n; ++r) {
         const float denominator = parts[r / W * W * W + r % W];
         denominators[i + r] = denominator;
-        broken |= write_output(i + r, out + r * value_row, 1.0f / denominator);
+        for (int64_t e = 0; e < c.values; e += W) {
+          const Vec number = load(out + r * value_row + e) * (1.0f / denominator);
+          write(c.out, at(c.out, i + r) + e, c.values - e, number);
+          broken |= not_finite(number, c.values - e);
+        }
       }
     }
     if (whole != nullptr) {

@@ -21,7 +21,7 @@ class HybridWork {
         size(state_numbers(f.features, f.values)), log_count(std::log2(static_cast<float>(f.features))) {
     row = w.m.floats(value_row), token = w.m.floats(width_row), factors = w.m.floats(2 * w.line);
     end_keys = w.m.floats(c.end_count * width_row), end_values = w.m.floats(c.end_count * value_row);
-    near_ends = w.m.ints(c.end_count);
+    end_blocks = static_cast<int64_t*>(w.m.bytes(c.end_count * 8));
     ends = c.ends.at(w.b, w.h);
     sums = c.near.sums + w.lane * f.length * 2;
   }
@@ -107,29 +107,24 @@ class HybridWork {
   void read_ends() {
     for (int64_t s = 0; s < c.end_count; ++s) {
       const bool there = ends[s] < f.keys;  // else no query reads it
+      end_blocks[s] = ends[s] / c.block;
       read_row(f.k, there ? w.at(f.k, ends[s]) : 0, there ? f.width : 0, width_row, 1.0f, end_keys + s * width_row);
       read_row(f.v, there ? w.at(f.v, ends[s]) : 0, there ? f.values : 0, value_row, 1.0f, end_values + s * value_row);
     }
   }
 
-  // Which sink tokens count as near keys of a block of queries, or are not there. Where near keys have a bias, which sink
-  // tokens have not, none does.
-  void find_near_ends(int64_t t) {
-    for (int64_t s = 0; s < c.end_count; ++s) {
-      const int64_t distance = ends[s] / c.block - (c.first_block() + t);
-      near_ends[s] = ends[s] >= f.keys || (c.near.numbers == nullptr && distance >= -c.before && (c.causal || distance <= c.after));
-    }
-  }
-
-  // A query in units of log 2, and its scores of sink tokens: minus infinity for those that come later or are near.
+  // A query in units of log 2, and its scores of sink tokens: minus infinity for those that are not there, come later or
+  // count as near keys of its block, number t. Where near keys have a bias, which sink tokens have not, none does.
   void read_token(int64_t i) { read_row(f.q, w.at(f.q, i), f.width, width_row, c.near.scale * LOG2E, token); }
-  float score(int64_t i, int64_t s) const {
-    if (near_ends[s] || (c.causal && ends[s] > i + c.first_position())) return NOTHING;
+  float score(int64_t t, int64_t i, int64_t s) const {
+    const int64_t distance = end_blocks[s] - (c.first_block() + t);
+    const bool near = c.near.numbers == nullptr && distance >= -c.before && (c.causal || distance <= c.after);
+    if (ends[s] >= f.keys || near || (c.causal && ends[s] > i + c.first_position())) return NOTHING;
     return product_of_rows(token, end_keys + s * width_row, width_row);
   }
 
-  // Joins near keys, far ones and sink tokens; whether all outputs are finite.
-  bool merge(int64_t first, int64_t n, const FeatureSums& x) {
+  // Joins near keys, far ones and sink tokens of some queries of block t; whether all outputs are finite.
+  bool merge(int64_t t, int64_t first, int64_t n, const FeatureSums& x) {
     const int64_t kinds = 2 + c.end_count;
     Frame m;
     float *queries = m.floats(AT_ONCE * w.line), *numerators = m.floats(AT_ONCE * value_row),
@@ -144,7 +139,7 @@ class HybridWork {
       far[r] = negligible ? NOTHING : w.exponential ? w.tops[first + r] - log_count : 0.0f;
       parts[AT_ONCE + r] = negligible ? 0.0f : denominator;
       if (c.end_count > 0) read_token(first + r);
-      for (int64_t s = 0; s < c.end_count; ++s) terms[(2 + s) * AT_ONCE + r] = score(first + r, s);
+      for (int64_t s = 0; s < c.end_count; ++s) terms[(2 + s) * AT_ONCE + r] = score(t, first + r, s);
     }
     for (int64_t r = 0; r < n; r += W) {  // weights in place of logarithms
       Vec most = all(NOTHING), total = {};
@@ -166,17 +161,14 @@ class HybridWork {
     Ints broken = {};
     for (int64_t r = 0; r < n; ++r) {
       float* line = static_cast<float*>(c.near.out.data) + w.at(c.near.out, first + r);
-      const bool direct = f.values % W == 0;
-      if (!direct) read_row(c.near.out, w.at(c.near.out, first + r), f.values, value_row, 1.0f, line = row);
       w.denominators[first + r] = far[r];
       for (int64_t e = 0; e < f.values; e += W) {
-        Vec number = load(line + e) * terms[r] + load(numerators + r * value_row + e) * far[r];
+        Vec number = some<Vec>(line + e, f.values - e) * terms[r] + load(numerators + r * value_row + e) * far[r];
         for (int64_t s = 0; s < c.end_count; ++s)
           if (terms[(2 + s) * AT_ONCE + r] != 0.0f) number += load(end_values + s * value_row + e) * terms[(2 + s) * AT_ONCE + r];
-        store(line + e, number);
-        broken |= not_finite(e + W <= f.values ? number : columns_up_to(number, f.values - 1 - e));
+        put(line + e, f.values - e, number);
+        broken |= not_finite(number, f.values - e);
       }
-      if (!direct) write_row(c.near.out, w.at(c.near.out, first + r), f.values, 1.0f, row);
     }
     return !any(broken);
   }
@@ -185,8 +177,7 @@ class HybridWork {
     bool finite = true;
     read_ends();
     read(cut, f.states, section, [&](int64_t t, const FeatureSums& x) {
-      find_near_ends(t);
-      in_steps(queries_of(t), AT_ONCE, [&](int64_t i, int64_t n) { finite = merge(i, n, x) && finite; });
+      in_steps(queries_of(t), AT_ONCE, [&](int64_t i, int64_t n) { finite = merge(t, i, n, x) && finite; });
     });
     return finite;
   }
@@ -205,7 +196,6 @@ class HybridWork {
       w.begin_sums(d_sums);
       for (int64_t e = 0; w.exponential && e < w.line; ++e) d_sums.scale[e] = x.scale[e] > LOWEST ? -x.scale[e] : LOWEST;
       turn_panels(x.kv, w.line, value_row, turned);
-      find_near_ends(t);
       in_steps(queries_of(t), AT_ONCE, [&](int64_t i, int64_t n) {
         for (int64_t r = 0; r < n; ++r) {
           float *grad = gradients + r * value_row, weight = w.denominators[i + r];
@@ -220,19 +210,19 @@ class HybridWork {
         if (back.reads(t)) w.add_to_sums(queries, d_denominators, {weighted, value_row}, n, d_sums);
         w.to_features({weighted, value_row}, n, turned, x.z, d_denominators, d_features);
         w.write_gradients(d.far, false, section, i, n, queries, d_features);
-        for (int64_t r = 0; r < n; ++r) end_gradients(d, i + r, gradients + r * value_row, inner[r], d_ends);
+        for (int64_t r = 0; r < n; ++r) end_gradients(d, t, i + r, gradients + r * value_row, inner[r], d_ends);
       });
     });
   }
 
   // dP = g v, dS = P (dP - g out), dq += scale dS k, dk += scale dS q
-  void end_gradients(const HybridGradients& d, int64_t i, const float* grad, float inner, float* d_ends) {
+  void end_gradients(const HybridGradients& d, int64_t t, int64_t i, const float* grad, float inner, float* d_ends) {
     const float top = sums[2 * i], total = sums[2 * i + 1];
     if (c.end_count == 0 || total == 0.0f) return;
     read_token(i);
     float* dq = static_cast<float*>(d.far.dq.data) + w.at(d.far.dq, i);
     for (int64_t s = 0; s < c.end_count; ++s, d_ends += d.near.dk_row + d.near.dv_row) {
-      const float logit = score(i, s);
+      const float logit = score(t, i, s);
       if (logit == NOTHING) continue;
       const float *key = end_keys + s * width_row, weight = exp2(logit - top) / total;
       const float slope = weight * (product_of_rows(grad, end_values + s * value_row, value_row) - inner);
@@ -269,7 +259,7 @@ class HybridWork {
   const int64_t width_row, value_row, size;
   const float log_count;
   float *row, *token, *factors, *end_keys, *end_values, *sums;
-  int32_t* near_ends;
+  int64_t* end_blocks;
   const int64_t* ends;
 };
 

@@ -183,10 +183,14 @@ inline void put(T* to, int64_t n, V v) {
   else std::memcpy(to, &v, static_cast<size_t>(n) * sizeof(T));
 }
 
-// Numbers of tokens from a place on, as floats.
+// Up to n numbers of a token from a place on, as floats.
 inline Vec read(const Tokens& x, int64_t at, int64_t n) {
   if (x.kind == FLOAT32) return some<Vec>(static_cast<const float*>(x.data) + at, n);
   return widened(some<Shorts>(static_cast<const uint16_t*>(x.data) + at, n), x.kind);
+}
+inline void write(const Tokens& x, int64_t at, int64_t n, Vec numbers) {
+  if (x.kind == FLOAT32) put(static_cast<float*>(x.data) + at, n, numbers);
+  else put(static_cast<uint16_t*>(x.data) + at, n, narrowed(numbers, x.kind));
 }
 
 // Copies n numbers of a token, times factor, as floats; zeros fill the row up to `padded`, in whole vectors.
@@ -200,11 +204,7 @@ inline bool whole_vectors(const Tokens& x, int64_t n) { return x.kind == FLOAT32
 
 // Writes n numbers of a row of whole vectors, times factor, as those of a token.
 inline void write_row(const Tokens& x, int64_t offset, int64_t n, float factor, const float* from) {
-  for (int64_t i = 0; i < n; i += W) {
-    const Vec numbers = load(from + i) * factor;
-    if (x.kind == FLOAT32) put(static_cast<float*>(x.data) + offset + i, n - i, numbers);
-    else put(static_cast<uint16_t*>(x.data) + offset + i, n - i, narrowed(numbers, x.kind));
-  }
+  for (int64_t i = 0; i < n; i += W) write(x, offset + i, n - i, load(from + i) * factor);
 }
 
 inline int64_t whole(int64_t n, int64_t size) { return (n + size - 1) / size * size; }
