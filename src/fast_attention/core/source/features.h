@@ -141,21 +141,19 @@ class FeatureWork {
 
   // Features of a map that takes every number by itself; zeros for hidden keys.
   void elementwise(int64_t first, int64_t n, bool keys, float* to) const {
-    const Tokens& x = keys ? c.k : c.q;
+    const Tokens x = keys ? c.k : c.q;
     const Map map = c.map;
+    const int64_t width = c.width;
     const float offset = c.offset;
     for (int64_t i = 0; i < n; ++i, to += line) {
       if (keys && hidden(first + i)) {
         clear(to, line);
         continue;
       }
-      const float* from = to;
-      if (whole_vectors(x, c.width))
-        from = static_cast<const float*>(x.data) + at(x, first + i);
-      else
-        read_row(x, at(x, first + i), c.width, line, 1.0f, to);
+      const int64_t place = at(x, first + i);
       for (int64_t e = 0; e < columns; e += W) {
-        const Vec number = load(from + e), positive = larger(Vec{}, number);  // NaN stays: it gives its second number then
+        const Vec number = read(x, place + e, width - e);
+        const Vec positive = larger(Vec{}, number);  // NaN stays: it gives its second number then
         if (map == ELU_PLUS_ONE) store(to + e, positive + exp2(-larger(Vec{}, -number) * LOG2E));
         else store(to + e, map == RELU ? positive + offset : number);
       }
@@ -165,7 +163,8 @@ class FeatureWork {
 
   // Numbers of n tokens within LARGEST, times d^(-1/4); zeros for hidden keys.
   void read_tokens(int64_t first, int64_t n, bool keys) const {
-    const Tokens& x = keys ? c.k : c.q;
+    const Tokens x = keys ? c.k : c.q;
+    const int64_t width = c.width;
     const float factor = std::pow(static_cast<float>(c.width), -0.25f);
     for (int64_t i = 0; i < n; ++i) {
       float* to = tokens + i * width_row;
@@ -175,11 +174,11 @@ class FeatureWork {
         norms[i] = INFINITE;
         continue;
       }
-      read_row(x, at(x, first + i), c.width, width_row, 1.0f, to);
+      const int64_t place = at(x, first + i);
       Vec square = {};
       Ints broken = {};
       for (int64_t e = 0; e < width_row; e += W) {
-        const Vec number = -larger(all(-LARGEST), -larger(all(-LARGEST), load(to + e))) * factor;
+        const Vec number = -larger(all(-LARGEST), -larger(all(-LARGEST), read(x, place + e, width - e))) * factor;
         store(to + e, number);
         square += number * number;
         broken |= not_finite(number, W);
@@ -442,9 +441,8 @@ class FeatureWork {
         } else if (c.map == ELU_PLUS_ONE) {
           for (int64_t e = 0; e < columns; e += W) store(slope + e, load(slope + e) * -larger(all(-1.0f), -load(feature + e)));
         } else if (c.map == RELU) {
-          read_row(x, at(x, first + i), c.width, width_row, 1.0f, row);
           for (int64_t e = 0; e < columns; e += W)
-            store(slope + e, load(row + e) > 0.0f ? load(slope + e) : Vec{});
+            store(slope + e, read(x, at(x, first + i) + e, c.width - e) > 0.0f ? load(slope + e) : Vec{});
         }
         write_row(to, at(to, first + i), c.width, 1.0f, slope);
       }
@@ -728,10 +726,12 @@ class SectionWork : public FeatureWork {
       for (int64_t r = 0; r < n; ++r) {
         const float denominator = parts[r / W * W * W + r % W];
         denominators[i + r] = denominator;
-        for (int64_t e = 0; e < c.values; e += W) {
+        const Tokens to = c.out;
+        const int64_t place = at(to, i + r), numbers = c.values;
+        for (int64_t e = 0; e < numbers; e += W) {
           const Vec number = load(out + r * value_row + e) * (1.0f / denominator);
-          write(c.out, at(c.out, i + r) + e, c.values - e, number);
-          broken |= not_finite(number, c.values - e);
+          write(to, place + e, numbers - e, number);
+          broken |= not_finite(number, numbers - e);
         }
       }
     }

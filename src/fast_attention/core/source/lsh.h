@@ -397,12 +397,14 @@ inline void lsh_forward(const LshCall& c, const Pool& pool) {
   parallel_parts(pool, lanes, c.rounds, [&](int64_t lane, int64_t round) {
     const int64_t at = (lane * c.rounds + round) * c.length;
     arrange(c, c.buckets + at, c.order + at, c.codes + at);
-    Frame m;
-    const int64_t padded = whole(c.width, W);
-    float* row = m.floats(padded);
     for (int64_t i = 0; i < c.length && round == 0; ++i) {  // a shorter one than c.shortest counts as that long
-      read_row(c.q, c.q.at(lane / c.heads, lane % c.heads, i), c.width, padded, 1.0f, row);
-      c.lengths[lane * c.length + i] = std::max(std::sqrt(product_of_rows(row, row, padded)), c.shortest);
+      const int64_t place = c.q.at(lane / c.heads, lane % c.heads, i);
+      Vec square = {};
+      for (int64_t e = 0; e < c.width; e += W) {
+        const Vec number = read(c.q, place + e, c.width - e);
+        square += number * number;
+      }
+      c.lengths[lane * c.length + i] = std::max(std::sqrt(sum(square)), c.shortest);
     }
   });
   parallel_parts(pool, lanes, (c.length + HASHED_SEGMENT - 1) / HASHED_SEGMENT, [&](int64_t lane, int64_t s) {

@@ -194,7 +194,8 @@ inline void write(const Tokens& x, int64_t at, int64_t n, Vec numbers) {
 }
 
 // Copies n numbers of a token, times factor, as floats; zeros fill the row up to `padded`, in whole vectors.
-inline void read_row(const Tokens& x, int64_t offset, int64_t n, int64_t padded, float factor, float* to) {
+inline void read_row(const Tokens& tokens, int64_t offset, int64_t n, int64_t padded, float factor, float* to) {
+  const Tokens x = tokens;  // for all that a compiler knows, stores might change the other
   for (int64_t i = 0; i < n; i += W) store(to + i, read(x, offset + i, n - i) * factor);
   for (int64_t i = n; i < padded; ++i) to[i] = 0.0f;
 }
@@ -203,7 +204,8 @@ inline void read_row(const Tokens& x, int64_t offset, int64_t n, int64_t padded,
 inline bool whole_vectors(const Tokens& x, int64_t n) { return x.kind == FLOAT32 && n % W == 0; }
 
 // Writes n numbers of a row of whole vectors, times factor, as those of a token.
-inline void write_row(const Tokens& x, int64_t offset, int64_t n, float factor, const float* from) {
+inline void write_row(const Tokens& tokens, int64_t offset, int64_t n, float factor, const float* from) {
+  const Tokens x = tokens;
   for (int64_t i = 0; i < n; i += W) write(x, offset + i, n - i, load(from + i) * factor);
 }
 
