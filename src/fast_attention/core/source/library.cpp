@@ -60,8 +60,8 @@ bool has_shape(const Tensor& x, std::initializer_list<int64_t> sizes) {
 // Whether numbers of the last axis lie side by side, wherever those of the others are.
 bool has_rows(const Tensor& x) { return x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) <= 1; }
 
-// The arguments of a call by the names of its schema, all taken from torch's stack at once. Tensors come with the sizes
-// that the kernels read.
+// The arguments of a call by the names of its schema, all taken from torch's stack at once; 0 and no tensor by all other
+// names. Tensors come with the sizes that the kernels read.
 class Arguments {
  public:
   Arguments(const char* schema, const StableIValue* stack) {
@@ -129,15 +129,17 @@ class Arguments {
     int64_t integer = 0;
   };
   const Value& find(std::string_view name) const {
-    size_t at = 0;
-    while (values_[at].name != name) ++at;
-    return values_[at];
+    static const Value none;
+    for (const Value& value : values_)
+      if (value.name == name) return value;
+    return none;
   }
   std::vector<Value> values_;
 };
 
-// Tokens and sizes of a call, given the names of its keys and of their mask.
-void set_tokens(const Arguments& a, Call& c, const char* keys, const char* key_mask) {
+// Tokens and sizes of a call; queries are keys where it has no others.
+void set_tokens(const Arguments& a, Call& c) {
+  const char* keys = a.has("k") ? "k" : "q";
   const Tensor &q = a["q"], &k = a[keys];
   c.batch = q.size(0), c.heads = q.size(1), c.length = q.size(2), c.width = q.size(3);
   c.groups = k.size(1), c.keys = k.size(2), c.values = a["v"].size(3);
@@ -146,7 +148,7 @@ void set_tokens(const Arguments& a, Call& c, const char* keys, const char* key_m
   c.k = a.tokens(keys, {c.batch, c.groups, c.keys, c.width});
   c.v = a.tokens("v", {c.batch, c.groups, c.keys, c.values});
   c.out = a.tokens("out", {c.batch, c.heads, c.length, c.values});
-  if (key_mask != nullptr) c.key_mask = a.lines<uint8_t>(key_mask, {c.batch, c.heads, c.keys});
+  c.key_mask = a.lines<uint8_t>("key_mask", {c.batch, c.heads, c.keys});
 }
 
 Tokens grad_out(const Arguments& a, const Call& c) {
@@ -155,13 +157,14 @@ Tokens grad_out(const Arguments& a, const Call& c) {
 Tokens dq(const Arguments& a, const Call& c) { return a.tokens("dq", {c.batch, c.heads, c.length, c.width}); }
 
 // Tiles, and the near keys of Hybrid.
-TilesCall near_call(const Arguments& a) {
+TilesCall tiles_call(const Arguments& a) {
   const Tensor& tiles = a["tiles"];
   TilesCall c{};
-  set_tokens(a, c, "k", "key_mask");
+  set_tokens(a, c);
   c.sums = a.floats("sums", 2 * c.batch * c.heads * c.length);
   if (a.has("numbers")) c.number_count = a["numbers"].size(1);
   c.numbers = a.floats("numbers", c.heads * c.number_count);
+  c.vectors = a.floats("vectors", c.heads * c.number_count * c.width);
   c.sinks = a.floats("sinks", c.heads);
   c.first_offset = a.integer("first_offset"), c.scale = a.number("scale");
   const int64_t batch = tiles.size(0), heads = tiles.size(1);
@@ -171,23 +174,6 @@ TilesCall near_call(const Arguments& a) {
   c.ranges = reinterpret_cast<const Range*>(a.ints("ranges", a["ranges"].size(0) * 6));
   c.tile_head = heads == 1 ? 0 : c.tile_count;
   c.tile_batch = batch == 1 ? 0 : c.tile_count * heads;
-  return c;
-}
-
-TilesGradients near_gradients(const Arguments& a, const TilesCall& c) {
-  TilesGradients d{};
-  d.grad_out = grad_out(a, c), d.dq = dq(a, c);
-  d.dk_row = a["dk"].size(3), d.dv_row = a["dv"].size(3);
-  check(d.dk_row >= c.width && d.dk_row % 16 == 0, "dk"), check(d.dv_row >= c.values && d.dv_row % 16 == 0, "dv");
-  d.dk = a.floats("dk", c.batch * c.groups * c.keys * d.dk_row);
-  d.dv = a.floats("dv", c.batch * c.groups * c.keys * d.dv_row);
-  d.d_numbers = a.floats("d_numbers", c.batch * c.heads * c.number_count);
-  return d;
-}
-
-TilesCall tiles_call(const Arguments& a) {
-  TilesCall c = near_call(a);
-  c.vectors = a.floats("vectors", c.heads * c.number_count * c.width);
   if (a.has("choices")) {
     c.choice_count = a["choices"].size(3), c.block = a.integer("block");
     check(c.block >= 1 && c.length <= c.keys && c.tile_count == 0 && c.numbers == nullptr, "choices");
@@ -199,6 +185,18 @@ TilesCall tiles_call(const Arguments& a) {
   return c;
 }
 
+TilesGradients tiles_gradients(const Arguments& a, const TilesCall& c) {
+  TilesGradients d{};
+  d.grad_out = grad_out(a, c), d.dq = dq(a, c);
+  d.dk_row = a["dk"].size(3), d.dv_row = a["dv"].size(3);
+  check(d.dk_row >= c.width && d.dk_row % 16 == 0, "dk"), check(d.dv_row >= c.values && d.dv_row % 16 == 0, "dv");
+  d.dk = a.floats("dk", c.batch * c.groups * c.keys * d.dk_row);
+  d.dv = a.floats("dv", c.batch * c.groups * c.keys * d.dv_row);
+  d.d_numbers = a.floats("d_numbers", c.batch * c.heads * c.number_count);
+  d.d_vectors = a.floats("d_vectors", c.batch * c.heads * c.number_count * c.width);
+  return d;
+}
+
 bool tiles_forward(const Arguments& a) {
   kernels->tiles_forward(tiles_call(a), pool());
   return true;
@@ -206,9 +204,7 @@ bool tiles_forward(const Arguments& a) {
 
 bool tiles_backward(const Arguments& a) {
   const TilesCall c = tiles_call(a);
-  TilesGradients d = near_gradients(a, c);
-  d.d_vectors = a.floats("d_vectors", c.batch * c.heads * c.number_count * c.width);
-  kernels->tiles_backward(c, d, pool());
+  kernels->tiles_backward(c, tiles_gradients(a, c), pool());
   return true;
 }
 
@@ -223,12 +219,12 @@ States states_of(const Arguments& a, const FeaturesCall& c, const char* kv, cons
   return states;
 }
 
-// Features, and the far keys of Hybrid, whose names are others in part.
-FeaturesCall far_call(const Arguments& a, const char* key_mask, Map map, bool causal) {
+// Features, and the far keys of Hybrid.
+FeaturesCall far_call(const Arguments& a, Map map, bool causal) {
   static std::atomic<int64_t> calls{0};
   FeaturesCall c{};
   c.number = ++calls;
-  set_tokens(a, c, "k", key_mask);
+  set_tokens(a, c);
   c.features = c.width, c.map = map, c.offset = a.number("offset"), c.causal = causal;
   check(c.groups == c.heads && map >= ELU_PLUS_ONE && map <= TRIGONOMETRIC, "heads and maps");
   check(!causal || c.keys >= c.length, "queries");
@@ -265,7 +261,7 @@ FeaturesGradients far_gradients(const Arguments& a, const FeaturesCall& c, int64
 }
 
 FeaturesCall features_call(const Arguments& a) {
-  FeaturesCall c = far_call(a, "key_mask", static_cast<Map>(a.integer("map")), a.integer("causal") != 0);
+  FeaturesCall c = far_call(a, static_cast<Map>(a.integer("map")), a.integer("causal") != 0);
   c.eps = a.number("eps"), c.normalized = a.integer("normalized") != 0;
   if (a.has("decay")) {
     c.fading = a["decay"].size(3);
@@ -301,10 +297,11 @@ HybridCall hybrid_call(const Arguments& a) {
   HybridCall c{};
   check(place.size() == 5 && place[0] >= 1 && place[1] >= 0 && place[2] >= 0, "place");
   c.block = place[0], c.before = place[1], c.after = place[2], c.causal = place[3] != 0;
-  c.near = near_call(a);
+  c.near = tiles_call(a);
   check(c.near.keys >= 1 && c.near.length >= 1 && (!c.causal || c.near.keys >= c.near.length), "queries");
   check(c.near.out.kind == FLOAT32, "out", "are not in float32");
-  c.far = far_call(a, "others", static_cast<Map>(place[4]), false);
+  c.far = far_call(a, static_cast<Map>(place[4]), false);
+  c.far.key_mask = a.lines<uint8_t>("others", {c.far.batch, c.far.heads, c.far.keys});
   c.far.normalized = c.far.normed = true;
   set_memory(a, c.far, "weights", c.of_queries().slots());
   c.end_count = a["ends"].size(2);
@@ -317,7 +314,7 @@ bool hybrid_forward(const Arguments& a) { return kernels->hybrid_forward(hybrid_
 bool hybrid_backward(const Arguments& a) {
   const HybridCall c = hybrid_call(a);
   const int64_t queries = c.of_queries().sections(), keys = c.of_keys().sections();
-  HybridGradients d{near_gradients(a, c.near), far_gradients(a, c.far, c.of_keys().slots(), queries, keys), nullptr};
+  HybridGradients d{tiles_gradients(a, c.near), far_gradients(a, c.far, c.of_keys().slots(), queries, keys), nullptr};
   d.near.part = true;
   check(d.near.dq.kind == FLOAT32, "dq", "are not in float32");
   d.ends = a.floats("d_ends", c.near.batch * c.near.heads * queries * c.end_count * (d.near.dk_row + d.near.dv_row));
@@ -349,7 +346,7 @@ bool lsh_hash(const Arguments& a) {
 LshCall lsh_call(const Arguments& a) {
   const std::vector<int64_t>& flags = a.list("flags");
   LshCall c{};
-  set_tokens(a, c, "q", nullptr);
+  set_tokens(a, c);
   c.rounds = a["codes"].size(2), c.number = a.integer("number"), c.size = a.integer("size");
   check(c.number >= 1 && c.size >= 1 && flags.size() == 4, "buckets and flags");
   const int64_t count = c.batch * c.heads * c.length;

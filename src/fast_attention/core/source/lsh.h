@@ -22,12 +22,6 @@ constexpr int32_t HIDDEN = -5;             // as the code of a key it meets no q
 constexpr float SMALL_SCORE = 46.0f;          // scores up to this need no maximum: 2^-92 is far above the smallest float
 constexpr int64_t PREFETCHED = 12;         // rows ahead that are asked for
 
-inline Ints load(const int32_t* p) {
-  Ints v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
 inline Ints all(int32_t x) { return x - Ints{}; }
 
 // h(x) = argmax [x R; -x R], the first of equal ones: of a few columns of scores, for the tokens side by side in them.
@@ -45,13 +39,14 @@ inline Ints hashed(const float* scores, int64_t halves) {
   return high >= -low ? highest : lowest + all(static_cast<int32_t>(halves));
 }
 
-// Buckets of tokens [first, end) of a head in all rounds; several factors make h_1 + b_1 h_2 + b_1 b_2 h_3 ...
-inline void hash_span(const HashCall& c, int64_t batch, int64_t head, Span span) {
+// Buckets of tokens of a head in all rounds; several factors make h_1 + b_1 h_2 + b_1 b_2 h_3 ...
+inline void hash_segment(const HashCall& c, int64_t lane, int64_t segment) {
+  const int64_t batch = lane / c.heads, head = lane % c.heads;
   Frame m;
   float *panel = m.floats(PANEL * c.width), *scores = m.floats(PANEL * c.columns);
   const float* rotations = c.rotations + head * c.rounds * c.width * c.columns;
-  int32_t* to = c.buckets + (batch * c.heads + head) * c.rounds * c.length;
-  in_steps(span, PANEL, [&](int64_t t, int64_t number) {  // a panel of tokens and a round's rotations are in the first cache
+  int32_t* to = c.buckets + lane * c.rounds * c.length;
+  in_steps(span_of({0, c.length}, HASHING_SEGMENT, segment), PANEL, [&](int64_t t, int64_t number) {  // a panel of tokens and a round's rotations are in the first cache
     pack_panel(c.q, c.q.at(batch, head, t), number, c.width, panel);
     for (int64_t r = 0; r < c.rounds; ++r) {
       product(c.columns, PANEL, c.width, rotations + r * c.width * c.columns, 1, c.columns, panel, PANEL, scores, PANEL,
@@ -71,9 +66,8 @@ inline void hash_span(const HashCall& c, int64_t batch, int64_t head, Span span)
 }
 
 inline void lsh_hash(const HashCall& c, const Pool& pool) {
-  parallel_parts(pool, c.batch * c.heads, (c.length + HASHING_SEGMENT - 1) / HASHING_SEGMENT, [&](int64_t lane, int64_t s) {
-    hash_span(c, lane / c.heads, lane % c.heads, span_of({0, c.length}, HASHING_SEGMENT, s));
-  });
+  parallel_parts(pool, c.batch * c.heads, (c.length + HASHING_SEGMENT - 1) / HASHING_SEGMENT,
+                 [&](int64_t lane, int64_t segment) { hash_segment(c, lane, segment); });
 }
 
 // One round of a head: a stable counting sort by bucket, and the codes. Bucket `number`, of masked tokens, comes last
@@ -274,7 +268,7 @@ class HashedWork {
     Vec counted(int64_t j, Vec score) const {
       Words least = ~Words{};
       for (int64_t r = 0; r < compared; ++r) {
-        const Words difference = reinterpret_cast<Words>(all(query[r]) - load(keys + r * HASHED_KEYS + j));
+        const Words difference = reinterpret_cast<Words>(all(query[r]) - some<Ints>(keys + r * HASHED_KEYS + j, W));
         least = difference < least ? difference : least;
       }
       const Ints at = steps + all(static_cast<int32_t>(j)), met = reinterpret_cast<Ints>(least <= 1u);
@@ -285,7 +279,7 @@ class HashedWork {
     Vec meetings(int64_t j) const {
       Ints often = {};
       for (int64_t r = 0; r < compared; ++r) {
-        const Ints difference = all(query[r]) - load(keys + r * HASHED_KEYS + j);
+        const Ints difference = all(query[r]) - some<Ints>(keys + r * HASHED_KEYS + j, W);
         often -= reinterpret_cast<Ints>(reinterpret_cast<Words>(difference) <= 1u);
       }
       return __builtin_convertvector(often, Vec);
