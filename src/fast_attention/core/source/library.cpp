@@ -100,18 +100,18 @@ class Arguments {
   // (batch, heads, numbers); none where there is no tensor.
   template <class T>
   Lines<T> lines(std::string_view name, std::initializer_list<int64_t> sizes) const {
-    if (!has(name)) return {};
-    const Tensor& x = (*this)[name];
-    check(has_shape(x, sizes) && has_rows(x) && x.element_size() == sizeof(T), name);
-    return {static_cast<const T*>(x.data_ptr()), x.stride(0), x.stride(1)};
+    const MaybeTensor& x = find(name).tensor;
+    if (!x) return {};
+    check(has_shape(*x, sizes) && has_rows(*x) && x->element_size() == sizeof(T), name);
+    return {static_cast<const T*>(x->data_ptr()), x->stride(0), x->stride(1)};
   }
 
   // So many contiguous numbers; a null pointer where there is no tensor.
   void* numbers(std::string_view name, int64_t count, ScalarType type) const {
-    if (!has(name)) return nullptr;
-    const Tensor& x = (*this)[name];
-    check(x.numel() == count && x.is_contiguous() && x.scalar_type() == type, name);
-    return x.data_ptr();
+    const MaybeTensor& x = find(name).tensor;
+    if (!x) return nullptr;
+    check(x->numel() == count && x->is_contiguous() && x->scalar_type() == type, name);
+    return x->data_ptr();
   }
   float* floats(std::string_view name, int64_t count) const {
     return static_cast<float*>(numbers(name, count, ScalarType::Float));
@@ -129,7 +129,7 @@ class Arguments {
     int64_t integer = 0;
   };
   const Value& find(std::string_view name) const {
-    static const Value none;
+    static const Value none{};
     for (const Value& value : values_)
       if (value.name == name) return value;
     return none;
