@@ -21,10 +21,8 @@ inline void split_row(const float* from, int64_t n, int64_t padded, uint16_t* hi
     Words upper = {}, lower = {};
     if (j < n) {
       const Vec x = load(from + j);
-      upper = (words(x) + 0x8000u) & 0xffff0000u;
-      Vec rounded;
-      std::memcpy(&rounded, &upper, sizeof rounded);
-      lower = words(x - rounded);
+      upper = (as<Words>(x) + 0x8000u) & 0xffff0000u;
+      lower = as<Words>(x - as<Vec>(upper));
     }
     const Shorts a = __builtin_convertvector(upper >> 16, Shorts), b = __builtin_convertvector(lower >> 16, Shorts);
     std::memcpy(high + j, &a, sizeof a);

@@ -11,7 +11,6 @@
 // since its section began, which queries subtract again; sums of whole sections are brought to where the next begins.
 #pragma once
 #include <cmath>
-#include <vector>
 
 #include "products.h"
 
@@ -66,12 +65,12 @@ inline void cosine_and_sine(Vec x, Vec& cosine, Vec& sine) {
   c = c * u + 64.93935f, s = s * u - 41.341682f;
   c = c * u - 19.739208f, s = s * u + 6.2831855f;
   c = c * u + 1.0f, s = s * y;
-  const Words half = words(shifted) << 31;  // the sign of an odd half turn
-  cosine = from_bits(from_words(words(c) ^ half)), sine = from_bits(from_words(words(s) ^ half));
+  const Words half = as<Words>(shifted) << 31;  // the sign of an odd half turn
+  cosine = as<Vec>(as<Words>(c) ^ half), sine = as<Vec>(as<Words>(s) ^ half);
 }
 
 // Not 0 where one of the first n numbers is infinite or NaN: told by its bits, because compilers take 0 x for 0.
-inline Ints not_finite(Vec x, int64_t n) { return (bits(n < W ? first_of(x, n) : x) & 0x7f800000) == 0x7f800000; }
+inline Ints not_finite(Vec x, int64_t n) { return (as<Ints>(n < W ? first_of(x, n) : x) & 0x7f800000) == 0x7f800000; }
 
 inline bool any(Ints x) {
   int32_t found = 0;
@@ -710,21 +709,14 @@ class SectionWork : public FeatureWork {
         for (int64_t e = 0; e < sum_numbers && whole != nullptr; e += W)
           store(sums.kv + e, load(before.kv + e) + load(added.kv + e));
       }
-      for (int64_t r = 0; r < n; r += W) {  // the sums of the rows of W x W numbers, side by side
-        Vec block[W], denominator = {};
-#pragma GCC unroll 16
-        for (int j = 0; j < W; ++j) block[j] = load(parts + (r + j) * W);
-        transpose(block);
-#pragma GCC unroll 16
-        for (int j = 0; j < W; ++j) denominator += block[j];
-        denominator += c.eps;
-        const Vec size = denominator < 0.0f ? -denominator : denominator;
-        denominator = size < INFINITE ? denominator : all(std::numeric_limits<float>::quiet_NaN());
-        denominator = size < LEAST ? all(INFINITE) : denominator;
-        store(parts + r * W, c.normalized ? denominator : all(1.0f));
-      }
       for (int64_t r = 0; r < n; ++r) {
-        const float denominator = parts[r / W * W * W + r % W];
+        float denominator = 0.0f;
+        for (int64_t j = 0; j < W; ++j) denominator += parts[r * W + j];
+        denominator += c.eps;
+        const float size = std::fabs(denominator);
+        if (!(size < INFINITE)) denominator = std::numeric_limits<float>::quiet_NaN();
+        if (size < LEAST) denominator = INFINITE;
+        if (!c.normalized) denominator = 1.0f;
         denominators[i + r] = denominator;
         const Tokens to = c.out;
         const int64_t place = at(to, i + r), numbers = c.values;

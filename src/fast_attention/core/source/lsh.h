@@ -268,10 +268,10 @@ class HashedWork {
     Vec counted(int64_t j, Vec score) const {
       Words least = ~Words{};
       for (int64_t r = 0; r < compared; ++r) {
-        const Words difference = reinterpret_cast<Words>(all(query[r]) - some<Ints>(keys + r * HASHED_KEYS + j, W));
+        const Words difference = as<Words>(all(query[r]) - some<Ints>(keys + r * HASHED_KEYS + j, W));
         least = difference < least ? difference : least;
       }
-      const Ints at = steps + all(static_cast<int32_t>(j)), met = reinterpret_cast<Ints>(least <= 1u);
+      const Ints at = steps + all(static_cast<int32_t>(j)), met = as<Ints>(least <= 1u);
       return (at >= end) | (at == own) | (met ^ all_pairs) ? all(-INFINITE) : score;
     }
 
@@ -280,7 +280,7 @@ class HashedWork {
       Ints often = {};
       for (int64_t r = 0; r < compared; ++r) {
         const Ints difference = all(query[r]) - some<Ints>(keys + r * HASHED_KEYS + j, W);
-        often -= reinterpret_cast<Ints>(reinterpret_cast<Words>(difference) <= 1u);
+        often -= as<Ints>(as<Words>(difference) <= 1u);
       }
       return __builtin_convertvector(often, Vec);
     }

@@ -350,7 +350,7 @@ class TileWork {
     Words x = {};
     for (int i = 0; i < W; ++i) x[i] = static_cast<uint32_t>(key + i);
     x = mixed(x * 0x9e3779b1u ^ of_row);
-    const Ints size = from_words(x >> 8);  // 24 bits
+    const Ints size = as<Ints>(x >> 8);  // 24 bits
     return size < c.keep ? all(1.0f / (1.0f - c.dropout)) : Vec{};
   }
 

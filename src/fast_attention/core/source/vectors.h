@@ -101,10 +101,11 @@ inline Ints counting() {
   return i;
 }
 
-inline Ints bits(Vec v) { return reinterpret_cast<Ints>(v); }
-inline Vec from_bits(Ints i) { return reinterpret_cast<Vec>(i); }
-inline Words words(Vec v) { return reinterpret_cast<Words>(v); }
-inline Ints from_words(Words x) { return reinterpret_cast<Ints>(x); }
+// The same bits as numbers of another type.
+template <class To, class From>
+inline To as(From x) {
+  return reinterpret_cast<To>(x);
+}
 
 // 2^x for x < 128; 0 from -126 down, and for minus infinity. The relative error is about 1e-7.
 __attribute__((always_inline)) inline Vec exp2(Vec x) {
@@ -118,7 +119,7 @@ __attribute__((always_inline)) inline Vec exp2(Vec x) {
   p = p * f + 2.402264791363012e-1f;
   p = p * f + 6.931472028550421e-1f;
   p = p * f + 1.0f;
-  const Vec power = from_bits(from_words(words(p) + (words(shifted) << 23)));  // the shift leaves the whole number alone
+  const Vec power = as<Vec>(as<Words>(p) + (as<Words>(shifted) << 23));  // the shift leaves the whole number alone
   return x > -126.0f ? power : Vec{};
 }
 
@@ -146,21 +147,21 @@ inline T mixed(T x) {
 // Numbers of 16 bits as floats.
 inline Vec widened(Shorts numbers, Kind kind) {
   const Words x = __builtin_convertvector(numbers, Words);
-  if (kind == BFLOAT16) return from_bits(from_words(x << 16));
+  if (kind == BFLOAT16) return as<Vec>(x << 16);
   const Words magnitude = (x & 0x7fffu) << 13;  // shifted into place, and a product corrects the exponent
-  const Words size = words(from_bits(from_words(magnitude)) * 5.192296858534828e33f);  // 2^112
+  const Words size = as<Words>(as<Vec>(magnitude) * 5.192296858534828e33f);  // 2^112
   const Words top = magnitude >= 0x0f800000u ? Words{} + 0x7f800000u : Words{};         // infinity, NaN
-  return from_bits(from_words(size | top | (x & 0x8000u) << 16));
+  return as<Vec>(size | top | (x & 0x8000u) << 16);
 }
 
 // To nearest, ties to even.
 inline Shorts narrowed(Vec numbers, Kind kind) {
-  const Words x = words(numbers), size = x & 0x7fffffffu, nan = Words{} + (kind == BFLOAT16 ? 0x7fc0u : 0x7e00u);
+  const Words x = as<Words>(numbers), size = x & 0x7fffffffu, nan = Words{} + (kind == BFLOAT16 ? 0x7fc0u : 0x7e00u);
   Words out;
   if (kind == BFLOAT16) {
     out = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
   } else {
-    const Words small = words(from_bits(from_words(size)) + 0.5f) - 0x3f000000u;  // rounds to multiples of 2^-24
+    const Words small = as<Words>(as<Vec>(size) + 0.5f) - 0x3f000000u;  // rounds to multiples of 2^-24
     out = size < 0x38800000u ? small : (size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13;
     out = (size < 0x477ff000u ? out : Words{} + 0x7c00u) | ((x >> 16) & 0x8000u);  // the others round to infinity
   }
