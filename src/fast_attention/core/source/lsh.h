@@ -46,7 +46,8 @@ inline void hash_segment(const HashCall& c, int64_t lane, int64_t segment) {
   float *panel = m.floats(PANEL * c.width), *scores = m.floats(PANEL * c.columns);
   const float* rotations = c.rotations + head * c.rounds * c.width * c.columns;
   int32_t* to = c.buckets + lane * c.rounds * c.length;
-  in_steps(span_of({0, c.length}, HASHING_SEGMENT, segment), PANEL, [&](int64_t t, int64_t number) {  // a panel of tokens and a round's rotations are in the first cache
+  // a panel of tokens and a round's rotations are in the first cache
+  in_steps(span_of({0, c.length}, HASHING_SEGMENT, segment), PANEL, [&](int64_t t, int64_t number) {
     pack_panel(c.q, c.q.at(batch, head, t), number, c.width, panel);
     for (int64_t r = 0; r < c.rounds; ++r) {
       product(c.columns, PANEL, c.width, rotations + r * c.width * c.columns, 1, c.columns, panel, PANEL, scores, PANEL,
