@@ -236,11 +236,8 @@ class TileWork {
   // The columns of panel p that a group sees: one half of it, or both.
   static void half_panels(const Span& hull, int64_t p, int64_t M, int64_t K, const float* A, int64_t row,
                           const float* panel, float* to, int64_t to_row) {
-    const int64_t half = hull.end <= p + W ? 0 : hull.first >= p + W ? W : -1;
-    if (half < 0)
-      column_panel<2>(M, K, A, row, 1, panel, PANEL, to + p, to_row, false);
-    else
-      column_panel<1>(M, K, A, row, 1, panel + half, PANEL, to + p + half, to_row, false);
+    const int64_t half = hull.first >= p + W ? W : 0, N = hull.end <= p + W ? W : PANEL - half;
+    product(M, N, K, A, row, 1, panel + half, PANEL, to + p + half, to_row, false);
   }
 
   // Calls multiply(first row, rows, hull, p, panel) for the rows [from, to) that see some of a panel of a run.
@@ -429,8 +426,8 @@ inline void forward_item(const TilesCall& c, const Item& item) {
   TileWork work(c, item, false);
   Frame m;
   const int64_t rows = work.rows, value_row = work.value_row;
-  float *out = m.floats(rows * value_row), *top = m.floats(rows), *total = m.floats(rows);
-  for (int64_t i = 0; i < rows; ++i) top[i] = NOTHING, total[i] = 0.0f;
+  float *out = m.floats(rows * value_row), *sums = work.sums;
+  for (int64_t i = 0; i < rows; ++i) sums[2 * i] = NOTHING, sums[2 * i + 1] = 0.0f;
   clear(out, rows * value_row);
   work.each_tile([&](const Tile& tile, int64_t first) {
     const int64_t number = work.number;
@@ -441,12 +438,13 @@ inline void forward_item(const TilesCall& c, const Item& item) {
       for (int64_t i = top_row; i < end_row; ++i) {  // a row of scores is in the first cache
         float* line = work.scores + (i - top_row) * work.score_row;
         const int64_t at = work.at(tile, i);
+        float &top = sums[2 * at], &total = sums[2 * at + 1];
         Vec most = all(NOTHING);
         for (size_t r = 0; r < work.runs.size(); ++r) {
           const Span& hull = work.hull_of(r, i);
           for (int64_t j = hull.first; j < hull.end; j += W) most = larger(load(line + j), most);
         }
-        const float before = top[at], here = largest(most), now = here > before ? here : before;
+        const float before = top, here = largest(most), now = here > before ? here : before;
         float added = 0.0f;
         for (size_t r = 0; r < work.runs.size(); ++r) {
           const Span& hull = work.hull_of(r, i);
@@ -462,11 +460,11 @@ inline void forward_item(const TilesCall& c, const Item& item) {
         }
         if (before != now && before != NOTHING) {
           const float decay = exp2(before - now);
-          total[at] *= decay;
+          total *= decay;
           scale_row(out + at * value_row, value_row, decay);
         }
-        total[at] += added;
-        top[at] = now;
+        total += added;
+        top = now;
       }
       for (size_t r = 0; r < work.runs.size(); ++r)
         for (int64_t i = top_row; i < end_row; i += ROWS) {
@@ -479,17 +477,17 @@ inline void forward_item(const TilesCall& c, const Item& item) {
     });
   });
   for (int64_t i = 0; i < rows; ++i) {
-    const bool none = total[i] == 0.0f;
-    float factor = none ? 0.0f : 1.0f / total[i];
+    float &top = sums[2 * i], &total = sums[2 * i + 1];
+    const bool none = total == 0.0f;
+    float factor = none ? 0.0f : 1.0f / total;
     if (c.sinks != nullptr) {  // last, so that keys keep what digits they have beside a sink that is far above them
-      const float sink = c.sinks[item.head] * LOG2E, most = !none && top[i] > sink ? top[i] : sink;
-      const float share = none ? 0.0f : std::exp2(top[i] - most);
-      total[i] = total[i] * share + std::exp2(sink - most);
-      top[i] = most;
-      factor = share / total[i];
+      const float sink = c.sinks[item.head] * LOG2E, most = !none && top > sink ? top : sink;
+      const float share = none ? 0.0f : std::exp2(top - most);
+      total = total * share + std::exp2(sink - most);
+      top = most;
+      factor = share / total;
     }
-    work.sums[2 * i] = total[i] == 0.0f ? 0.0f : top[i];
-    work.sums[2 * i + 1] = total[i];
+    if (total == 0.0f) top = 0.0f;
     write_row(c.out, work.query(c.out, work.row0 + i), c.values, factor, out + i * value_row);
   }
 }
