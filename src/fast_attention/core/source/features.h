@@ -847,7 +847,6 @@ class SectionWork : public FeatureWork {
       if (count > 0) add_to_sums(s.queries, s.d_denominators, {s.grad, value_row}, s.n, sums);
     }
   }
-
 };
 
 // One head from its first key to its last, each key read once: in causal order the queries' sections sum their own keys.

@@ -180,16 +180,13 @@ struct HashCall {
 };
 
 struct LshCall : Call {
+  Tokens grad_out, dq, dv;  // of the backward pass
   const int32_t* buckets;  // (batch, heads, rounds, length), from 0 to `number`, which is that of masked tokens
   int32_t *order, *codes;  // (batch, heads, rounds, length): see lsh.h
   float *lengths, *logs;   // (batch, heads, length): of queries; of normalisers, base 2, +infinity where nobody is met
   int64_t rounds, number, size;
   bool ranked, across, causal, distinct;
   float scale, shortest;
-};
-
-struct LshGradients {
-  Tokens grad_out, dq, dv;
 };
 
 // The functions of one width of vectors.
@@ -203,7 +200,7 @@ struct Kernels {
   void (*hybrid_backward)(const HybridCall&, const HybridGradients&, const Pool&);
   void (*lsh_hash)(const HashCall&, const Pool&);
   void (*lsh_forward)(const LshCall&, const Pool&);
-  void (*lsh_backward)(const LshCall&, const LshGradients&, const Pool&);
+  void (*lsh_backward)(const LshCall&, const Pool&);
 };
 
 }  // namespace fast_attention

@@ -365,9 +365,9 @@ bool lsh_forward(const Arguments& a) {
 }
 
 bool lsh_backward(const Arguments& a) {
-  const LshCall c = lsh_call(a);
-  const Tokens dv = a.tokens("dv", {c.batch, c.heads, c.length, c.values});
-  kernels->lsh_backward(c, {grad_out(a, c), dq(a, c), dv}, pool());
+  LshCall c = lsh_call(a);
+  c.grad_out = grad_out(a, c), c.dq = dq(a, c), c.dv = a.tokens("dv", {c.batch, c.heads, c.length, c.values});
+  kernels->lsh_backward(c, pool());
   return true;
 }
 

@@ -409,9 +409,9 @@ inline void lsh_forward(const LshCall& c, const Pool& pool) {
 
 // dv = P^T dO, dS = P (dO v^T - D), D_i = dO_i out_i. With a = sum_j dS_ij k_j and b = sum_i dS_ij scale q_i the gradient
 // of q_j is scale a_j + (b_j - (b_j k_j) k_j) / |q_j|, and b_j k_j = sum_i dS_ij s_ij. Too short ones lose that term.
-inline void lsh_backward_head(const LshCall& c, const LshGradients& d, int64_t lane) {
+inline void lsh_backward_head(const LshCall& c, int64_t lane) {
   HashedWork work(c, lane, true);
-  const Rows dq = work.sums_of(d.dq, c.width, {0, c.length}), dv = work.sums_of(d.dv, c.values, {0, c.length});
+  const Rows dq = work.sums_of(c.dq, c.width, {0, c.length}), dv = work.sums_of(c.dv, c.values, {0, c.length});
   Frame m;
   const int64_t width_row = work.width_row, value_row = work.value_row;
   float *slopes = m.floats(HASHED_ROWS * HASHED_KEYS), *grad = m.floats(HASHED_ROWS * value_row);
@@ -420,7 +420,7 @@ inline void lsh_backward_head(const LshCall& c, const LshGradients& d, int64_t l
   float *along = m.floats(c.length), *inner = m.floats(c.length);
   const float* logs = c.logs + lane * c.length;
   for (int64_t i = 0; i < c.length; ++i) {
-    read_row(d.grad_out, work.place(d.grad_out, i), c.values, value_row, 1.0f, grad);
+    read_row(c.grad_out, work.place(c.grad_out, i), c.values, value_row, 1.0f, grad);
     read_row(c.out, work.place(c.out, i), c.values, value_row, 1.0f, work.row);
     inner[i] = product_of_rows(grad, work.row, value_row), along[i] = 0.0f;
     if (logs[i] == INFINITE) std::memcpy(dv[i], grad, static_cast<size_t>(value_row) * 4);
@@ -429,7 +429,7 @@ inline void lsh_backward_head(const LshCall& c, const LshGradients& d, int64_t l
     const int64_t rows = s.last - s.first;
     work.read_queries(s);
     for (int64_t i = 0; i < rows; ++i)
-      read_row(d.grad_out, work.place(d.grad_out, work.query_tokens[i]), c.values, value_row, 1.0f, grad + i * value_row);
+      read_row(c.grad_out, work.place(c.grad_out, work.query_tokens[i]), c.values, value_row, 1.0f, grad + i * value_row);
     clear(d_queries, rows * width_row);
     work.blocks(s, [&](const HashedKeys& k) {
       work.times_columns(s, k, c.width, work.queries, width_row, k.panels, work.scores);
@@ -470,13 +470,13 @@ inline void lsh_backward_head(const LshCall& c, const LshGradients& d, int64_t l
     float* line = dq[i];
     read_row(c.q, work.place(c.q, i), c.width, width_row, cosine, work.row);
     for (int64_t e = 0; e < width_row; e += W) store(line + e, load(line + e) - load(work.row + e));
-    write_row(d.dq, work.place(d.dq, i), c.width, 1.0f / length, line);
-    write_row(d.dv, work.place(d.dv, i), c.values, 1.0f, dv[i]);
+    write_row(c.dq, work.place(c.dq, i), c.width, 1.0f / length, line);
+    write_row(c.dv, work.place(c.dv, i), c.values, 1.0f, dv[i]);
   }
 }
 
-inline void lsh_backward(const LshCall& c, const LshGradients& d, const Pool& pool) {
-  parallel_items(pool, c.batch * c.heads, [&](int64_t lane) { lsh_backward_head(c, d, lane); });
+inline void lsh_backward(const LshCall& c, const Pool& pool) {
+  parallel_items(pool, c.batch * c.heads, [&](int64_t lane) { lsh_backward_head(c, lane); });
 }
 
 }  // namespace FAST_ATTENTION_NAMESPACE
