@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 NAME = "fast_attention"
-BEFORE = "_fast_attention_before"  # what a swapped model, and each config of it, keeps the former implementation under
+BEFORE = "_fast_attention_before"  # where each config of a swapped model keeps what it named before
+SWAPPED = "_fast_attention_swapped"  # where a swapped model, of either kind, keeps the name that it had before
 _renewed: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()  # the configs given, and the copies
 
 
@@ -73,8 +74,6 @@ def guard() -> None:
     """Have ``renewed`` called when a model has been built, and ``checked`` before."""
     from transformers.modeling_utils import PreTrainedModel
 
-    if getattr(PreTrainedModel.post_init, "renews", False):
-        return
     build, finish = PreTrainedModel.__init__, PreTrainedModel.post_init
 
     @wraps(build)
@@ -87,7 +86,6 @@ def guard() -> None:
         finish(self)
         renewed(self)
 
-    post_init.renews = True  # type: ignore[attr-defined]
     PreTrainedModel.__init__ = construct  # type: ignore[method-assign]
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
 

@@ -1,38 +1,46 @@
-"""Swaps the attention of a Hugging Face model: a probe forward finds the layers, and a second one checks the result."""
+"""Swaps the attention of a Hugging Face model, for a mechanism or for faster forms of what it computes, and back.
+
+A probe forward finds the layers, and a second one checks the result.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from fast_attention import cache_argument
+from fast_attention import cache_argument, core
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
 from fast_attention.integrations import (
     calls,
     forward_pass,
     fresh,
-    module_classes,
+    modules,
     probing,
     relative,
+    report,
     unpadding,
     visible,
 )
 from fast_attention.integrations.attention import NAME, SINKS
-from fast_attention.integrations.fresh import BEFORE
+from fast_attention.integrations.exact import masks
+from fast_attention.integrations.exact.attention import BIAS, CAP, POSITIONS, SUPPORTED
+from fast_attention.integrations.fresh import BEFORE, SWAPPED
 from fast_attention.integrations.probing import AttentionCall
-from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
-from fast_attention.integrations.saving import save_pretrained
+from fast_attention.integrations.report import ExactLayer, ExactReport, Layer
 from fast_attention.integrations.swapped import CHILD, Swapped, keeps_state, layers_of, like_module
 from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.nn.bound import Bound
 
-EXACT = "_fast_attention_exact"  # the name of the exact model
+WITHOUT_CORE = "what ran before: tiles need the compiled core"
+DEVIATES = 1e-4  # of a probe's outputs, relative to the largest, beyond which a form is not what the model computes
+NAMED = {SINKS: "sinks", CAP: "a soft cap", BIAS: "positions in the scores", POSITIONS: "positions in the scores"}
 
 
 def swap(
@@ -48,22 +56,20 @@ def swap(
     """
     _check(model)
     probing.check_loaded(model)
-    swap_back(model)
-    before = _implementations(model)
     fresh.own_configs(model)
     try:
-        _set_implementation(model, NAME)
+        _call_ours(model)
         forward, called, run = probing.find_layers(model, probe)
-        layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in called.items()]
+        layers = [_plan(name, call, report.chosen(name, wanted), model, max_len) for name, call in called.items()]
         if not any(layer.replaced for layer, _ in layers):
-            raise Unsupported(nothing_swapped(model, [layer for layer, _ in layers]))
-        uncalled = [_uncalled(model, name, *sizes, run) for name, sizes in probing.uncalled(model, called).items()]
+            raise Unsupported(report.nothing_swapped(model, [layer for layer, _ in layers]))
+        uncalled = [_uncalled(name, call, model, run) for name, call in probing.uncalled(model, called).items()]
         for layer, bound in (*layers, *uncalled):
             if bound is not None:
                 swapped = Swapped(bound, kept=not layer.replaced, positions=relative.of(model, layer.name))
                 _install(model.get_submodule(layer.name), swapped)
         probing.check_called(model, [layer.name for layer, _ in layers], forward)
-        settle(model, before, model.name_or_path)
+        forward_pass.enter_calls(model)
         if skip_padding:
             if others := [layer.name for layer, bound in uncalled if bound is None]:
                 raise Unsupported(
@@ -71,62 +77,52 @@ def swap(
                 )
             unpadding.try_skipping(model)
     except BaseException:
-        model.__dict__.pop(BEFORE, None)
-        _remove(model)
-        _set_implementation(model, before)
+        swap_back(model)
         raise
     model.name_or_path = ""  # adapters that are trained now must not be put on the exact model of that name
     return tuple(layer for layer, _ in (*layers, *uncalled))
 
 
 def restore(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
-    """Put mechanisms, by name, into a model whose weights are about to be loaded; call ``settle`` afterwards."""
+    """Put mechanisms, by name, into a model whose weights are about to be loaded."""
     _check(model)
-    _set_implementation(model, NAME)
+    _call_ours(model)
     for name, swapped in layers.items():
         _install(model.get_submodule(name), swapped)
 
 
-def settle(model: PreTrainedModel, before: str | dict[str, str], name: str | None) -> None:
-    """Complete a swap: note the former implementations ``before`` and ``name``, and let calls and saving know."""
-    model.__dict__.update({BEFORE: before, EXACT: name})
-    forward_pass.enter_calls(model)
-    untyped: Any = model
-    untyped.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
-
-
 def swap_back(model: PreTrainedModel) -> bool:
-    """Restore the model's own attention; whether it had been swapped."""
-    before = model.__dict__.pop(BEFORE, None)
-    if before is not None:
-        _remove(model)
-        _set_implementation(model, before)
-    return before is not None
+    """Restore a model's own attention, after either kind of swap; whether it had been swapped."""
+    if SWAPPED not in model.__dict__:
+        return False
+    model.name_or_path = model.__dict__.pop(SWAPPED)
+    unpadding.set_skipping(model, None)
+    forward_pass.leave_calls(model)
+    modules.restore_classes(model)
+    for name, swapped in layers_of(model).items():
+        for hook in swapped.hooks:
+            hook.remove()
+        del model.get_submodule(name)._modules[CHILD]
+    for config in fresh.configs(model):
+        named = config._attn_implementation
+        config._attn_implementation_internal = vars(config).pop(BEFORE, masks.FORMER.get(named, named))
+    return True
 
 
-def _implementations(model: PreTrainedModel) -> str | dict[str, str]:
-    """The attention function that a model calls; where parts of it call others, those by the names of their configs."""
-    whole = str(model.config._attn_implementation)
-    configs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
-    parts = {name: config._attn_implementation for name, config in configs.items() if config is not None}
-    others = {name: each for name, each in parts.items() if each is not None and each != whole}
-    return {"": whole, **dict.fromkeys(parts, whole), **others} if others else whole
-
-
-def _set_implementation(model: PreTrainedModel, name: str | dict[str, str]) -> None:
-    """Set the attention function that a model calls, and all models in it."""
+def _call_ours(model: PreTrainedModel) -> None:
+    """Let a model, and all models in it, call our attention function; configs keep what they named before."""
+    model.__dict__[SWAPPED] = model.name_or_path
     former = {id(config): config._attn_implementation for config in fresh.configs(model)}
-    module_classes.exchange(model, exact=False) if name == NAME else module_classes.restore(model)
-    if model.config.model_type in module_classes.ALIBI:
-        config: Any = model.config  # which takes several too
-        config._attn_implementation = name
+    modules.exchange_classes(model, exact=False)
+    if model.config.model_type in modules.ALIBI:
+        model.config._attn_implementation = NAME
     else:
-        model.set_attn_implementation(name)
+        model.set_attn_implementation(NAME)
     fresh.mark(model, former)
 
 
 def _check(model: PreTrainedModel) -> None:
-    if model.config.model_type not in module_classes.ALIBI and not model._can_set_attn_implementation():
+    if model.config.model_type not in modules.ALIBI and not model._can_set_attn_implementation():
         own = probing.own_attention(model)
         raise Unsupported(
             f"{type(model).__name__} does not call its attention through transformers' attention interface"
@@ -137,43 +133,38 @@ def _check(model: PreTrainedModel) -> None:
 
 
 def _uncalled(
-    model: nn.Module, name: str, module: nn.Module, heads: int, head_dim: int, run: set[nn.Module]
+    name: str, call: AttentionCall, model: PreTrainedModel, run: set[nn.Module]
 ) -> tuple[Layer, Bound | None]:
     """The report of a layer that called no attention in the probe, and exact attention for it; None: it keeps its own.
 
     ``run``: the modules whose forward pass the probe ran.
     """
-    bound, why = None, "it follows a config of its own, which set_attn_implementation does not reach"
-    positions = relative.of(model, name)
-    exact, shown = relative.with_own_bias(Softmax(), positions), ""
-    if module in run:
-        shown, why = "its own attention", "it forms attention itself, not through transformers' interface"
-    elif getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
-        why = "the probe did not call it: give swap(..., probe={...}) inputs that do"
-        bound = like_module(relative.bound(exact, Shape(heads, head_dim), positions), module, model)
-    causal = bool(getattr(module, "is_causal", False))
-    return Layer(name, type(module).__name__, heads, head_dim, causal, shown or repr(exact), why, replaced=False), bound
+    layer, bound = _plan(name, call, None, model, None)
+    if call.module in run:
+        why = "it forms attention itself, not through transformers' interface"
+        return replace(layer, mechanism="its own attention", why=why), None
+    if getattr(getattr(call.module, "config", None), "_attn_implementation", NAME) == NAME:
+        return replace(layer, why="the probe did not call it: give swap(..., probe={...}) inputs that do"), bound
+    why = "it follows a config of its own, which set_attn_implementation does not reach"
+    return replace(layer, why=why), None
 
 
 def _plan(
     name: str, call: AttentionCall, mechanism: Mechanism[Any, Any] | None, model: PreTrainedModel, max_len: int | None
 ) -> tuple[Layer, Bound]:
     """The report of a layer, and its mechanism: the wanted one, or exact attention where that cannot serve."""
-    module, positions = model.get_submodule(name), relative.of(model, name)
-    reason = UNNAMED if mechanism is None else _unsupported_reason(mechanism, call, positions)
+    positions = relative.of(model, name)
+    reason = report.UNNAMED if mechanism is None else _unsupported_reason(mechanism, call, positions)
     chosen_mechanism: Any = relative.with_own_bias(Softmax() if mechanism is None or reason else mechanism, positions)
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.needs_max_len else 0)
-    bound = like_module(relative.bound(chosen_mechanism, shape, positions), module, model)
-    learned = sum(p.numel() for p in bound.parameters())
-    notes = [] if reason else _notes(chosen_mechanism, call, _dropout(module), positions)
-    why = reason or "; ".join(notes)
-    sizes = (call.heads, call.head_dim, call.is_causal)
-    untrained = ""
+    bound = like_module(relative.bound(chosen_mechanism, shape, positions), call.module, model)
+    learned, why, untrained = sum(p.numel() for p in bound.parameters()), reason, ""
     if mechanism is not None and not reason:
+        why = "; ".join(_notes(chosen_mechanism, call, positions))
         untrained = quality(mechanism, learned, window=call.window, is_causal=call.is_causal)
-    layer = Layer(name, type(module).__name__, *sizes, repr(chosen_mechanism), why, not reason, learned, untrained)
-    return layer, bound
+    kind, sizes = type(call.module).__name__, (call.heads, call.head_dim, call.is_causal)
+    return Layer(name, kind, *sizes, repr(chosen_mechanism), why, not reason, learned, untrained), bound
 
 
 def _unsupported_reason(
@@ -182,15 +173,13 @@ def _unsupported_reason(
     """The reason why a mechanism cannot serve a layer; empty if it can."""
     traits = mechanism.traits
     if not isinstance(mechanism, Attention):
-        return no_queries(mechanism)
+        return report.no_queries(mechanism)
     if call.is_causal and not traits.causal:
         return f"the layer is causal, and {mechanism!r} is not (traits.causal)"
     if not call.is_causal and not traits.bidirectional:
         return f"the layer sees later tokens, and {mechanism!r} is causal only (traits.bidirectional)"
-    if call.crosses and not traits.cross:
-        return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
-    if call.crosses and visible.counts_from_the_query(mechanism):
-        return f"the layer attends to another sequence, in which {mechanism!r} has no place to begin"
+    if call.crosses and (reason := report.crossing_refusal(mechanism)):
+        return reason
     if call.is_causal and call.times > 1 and keeps_state(mechanism):
         return (
             f"the layer attends {call.times} times in one pass of the model, and {mechanism!r} would take every token "
@@ -207,13 +196,11 @@ def _unsupported_reason(
     return "" if traits.mask or visible.within_window(mechanism, *sides) else visible.window_refusal(mechanism, *sides)
 
 
-def _notes(
-    mechanism: Mechanism[Any, Any], call: AttentionCall, dropout: float, positions: relative.Positions | None
-) -> list[str]:
+def _notes(mechanism: Mechanism[Any, Any], call: AttentionCall, positions: relative.Positions | None) -> list[str]:
     """Remarks on a layer that was swapped, for the report."""
     notes, takes_masks = relative.notes(mechanism, call.changes, positions), mechanism.traits.mask
-    if dropout and not takes_masks:
-        notes.append(dropout_note(dropout))
+    if (dropout := _dropout(call.module)) and not takes_masks:
+        notes.append(report.dropout_note(dropout))
     if call.window and not visible.within_window(mechanism, call.window - 1, call.window - 1):
         outcome = "takes a mask of every pair" if takes_masks else "refuses"
         notes.append(f"beyond {call.window:,} tokens, the layer's window, it {outcome}")
@@ -239,11 +226,11 @@ def _install(module: nn.Module, swapped: Swapped) -> None:
     )
 
 
-def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Note transformers' cache for the attention function, which does not get it; spare T5 the bias of all pairs."""
+def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Note transformers' cache, which the attention function does not get, and whether the mechanism adds positions."""
     swapped = module._modules.get(CHILD)
     if not isinstance(swapped, Swapped):
-        return None
+        return
     given, cache = (*args, *kwargs.values()), None
     if getattr(module, "is_causal", False):
         caches = [x for x in given if isinstance(x, Cache)]
@@ -251,8 +238,6 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     adds_positions = swapped.positions is not None and any(swapped.adds_positions(x) for x in given)
     state = None if cache is None else swapped.state_in(cache, module)
     calls.begin(module, cache=state, adds_positions=adds_positions)
-    needs_bias = adds_positions and kwargs.get("position_bias", relative) is None
-    return (args, {**kwargs, "position_bias": relative.NOTHING}) if needs_bias else None
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -265,12 +250,166 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         )
 
 
-def _remove(model: PreTrainedModel) -> None:
-    unpadding.set_skipping(model, False)
-    model.__dict__.pop("save_pretrained", None)
-    model.name_or_path = model.__dict__.pop(EXACT, model.name_or_path)
-    forward_pass.leave_calls(model)
-    for name, swapped in layers_of(model).items():
-        for hook in swapped.hooks:
-            hook.remove()
-        del model.get_submodule(name)._modules[CHILD]
+# Faster forms of the same ---------------------------------------------------------------------------------------------
+
+
+def swap_exactly(
+    model: PreTrainedModel, probe: dict[str, Any] | None, skip_padding: bool | None
+) -> tuple[list[ExactLayer], bool, list[str]]:
+    """Let a model compute what it computes in our forms: its layers, whether it skips padding, and remarks.
+
+    It is as it was where nothing is gained.
+
+    Raises:
+        Unsupported: ``skip_padding=True`` and the model cannot.
+    """
+    notes: list[str] = []
+    probing.check_loaded(model)
+    try:
+        calls_ours = _call_exact_forms(model)
+        layers = _exact_layers(model, probe, notes, probes=calls_ours)
+        skips = calls_ours and skip_padding is not False
+        if skips:
+            try:
+                unpadding.try_skipping(model, unpadding.WHERE_IT_PAYS)
+            except Unsupported as error:
+                if skip_padding:
+                    raise
+                skips = False
+                if unpadding.can_skip(model):
+                    why = str(error).removeprefix("skip_padding=True").lstrip(": ")
+                    notes.append(f"Padding is computed: {why}")
+        if not ExactReport(model, tuple(layers), skips).gains:
+            swap_back(model)
+    except BaseException:
+        swap_back(model)
+        raise
+    return layers, skips, notes
+
+
+def _call_exact_forms(model: PreTrainedModel) -> bool:
+    """Let a model call our functions, which run what it ran where they do not pay; whether it has any to call."""
+    fresh.own_configs(model)
+    model.__dict__[SWAPPED] = model.name_or_path
+    modules.exchange_classes(model, exact=True)
+    calls_ours = False
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and (
+            part.config.model_type in modules.ALIBI or part._can_set_attn_implementation()
+        ):
+            named = str(part.config._attn_implementation)
+            part.config._attn_implementation_internal = masks.NAMES.get(named, named)
+            calls_ours = True
+    forward_pass.enter_calls(model, forward_pass.EXACT)
+    return calls_ours
+
+
+def _exact_layers(
+    model: PreTrainedModel, probe: dict[str, Any] | None, notes: list[str], *, probes: bool
+) -> list[ExactLayer]:
+    """The layers of a model, from a probe that our forms are compared on too; of own code alone without one.
+
+    BigBird changes its attention for good where it is given a short text.
+    """
+    layers: dict[str, ExactLayer] = {}
+    refusal = ""
+    try:
+        if not probes and any(getattr(part, "exact_form", None) for part in model.modules()):
+            raise Unsupported("its own code computes attention")
+        with calls.forced():
+            forward, called, _ = probing.find_layers(model, probe)
+    except Unsupported as error:
+        refusal = str(error)
+    else:
+        for name, call in called.items():
+            computes, runs, start, padded = _describe(call, model)
+            padded = None if model.main_input_name == "pixel_values" else padded  # pictures are never padded
+            sizes = (call.heads, call.head_dim, call.is_causal)
+            kind = modules.original_class(type(call.module)).__name__
+            layers[name] = ExactLayer(name, kind, *sizes, computes, runs, start, padded)
+        _compare(model, forward)
+    for name, module in model.named_modules():
+        if (form := getattr(module, "exact_form", None)) is not None:
+            why = core.unavailable()
+            runs, start = (f"{WITHOUT_CORE} ({why})", None) if why else form()
+            old = layers.get(name)
+            sizes = (old.heads, old.head_dim, old.is_causal) if old else (*probing.sizes(module), False)
+            computes = old.computes if old else "attention in its own code"
+            kind = modules.original_class(type(module)).__name__
+            layers[name] = ExactLayer(name, kind, *sizes, computes, runs, start)
+    if refusal and not layers:
+        notes.append(refusal)
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return sorted(layers.values(), key=lambda layer: order[layer.name])
+
+
+def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, int | None]:
+    """Say for a layer that calls the interface what it computes, what runs it, and from how many tokens, padded too."""
+    seen, order = call.visibility, "causal " if call.is_causal else ""
+    before = "what ran before", None, None
+    named = getattr(getattr(call.module, "config", model.config), "_attn_implementation", None)
+    weights = (*call.module.parameters(), *model.parameters())
+    dtype = next((p.dtype for p in weights if p.is_floating_point()), torch.float32)
+    shortest = masks.shortest(dtype)
+    extra = "".join(f", with {NAMED.get(name, name)}" for name in call.changes)
+    if call.crosses and POSITIONS in call.changes:
+        return "attention to another sequence", "torch's kernel, without zeros for all pairs", shortest, None
+    if call.crosses:
+        return f"attention to another sequence{extra}", *before
+    if named not in masks.NAMES.values():
+        return f"{order}attention by {named}{extra}", *before
+    if not {*call.changes} <= {*SUPPORTED}:
+        return f"{order}attention{extra}", *before
+    if CAP in call.changes and (why := core.unavailable()):
+        return f"{order}attention{extra}", f"{WITHOUT_CORE} ({why})", None, None
+    whole = f"{order or 'full '}attention{extra}"
+    if POSITIONS in call.changes and (seen is None or seen.is_whole):
+        return whole, "torch's kernel, which reads a number for each offset", shortest, shortest
+    if CAP in call.changes and seen is not None and seen.is_whole:
+        return whole, "in tiles", shortest, shortest
+    if seen is None or not seen.complete:
+        return whole, "torch's kernel, as before", None, None
+    if seen.sequences is not None:
+        size = int((seen.sequences[0] == 0).sum())
+        start = max(size + 1, shortest)
+        return f"{order}attention in chunks of {size:,} tokens{extra}", "each chunk by itself", start, shortest
+    if seen.keys_left is not None or seen.keys_right is not None:
+        window = "a window" if seen.keys_left is None else f"a window of {seen.keys_left:,} tokens back"
+        if not call.is_causal:
+            window += f" and {'all' if seen.keys_right is None else format(seen.keys_right, ',')} ahead"
+        start = shortest if named == masks.NAMES["eager"] else masks.pays_from(seen.keys_left, seen.keys_right, dtype)
+        return f"{order}attention in {window}{extra}", "in tiles", start, shortest
+    if named == masks.NAMES["eager"]:
+        return whole, "torch's fused kernel in place of plain operations", shortest, shortest
+    return whole, "torch's kernel, as before", None, shortest
+
+
+def _compare(model: PreTrainedModel, forward: Any) -> None:
+    """Compare our forms with what ran before on the probe, whole and padded.
+
+    Raises:
+        Unsupported: They give something else.
+    """
+    for padded in (False, True):
+        try:
+            with calls.original():
+                wanted = forward(padded)
+        except Exception:  # of a model that takes no padding there
+            return
+        with calls.forced():
+            got = forward(padded)
+        wanted, got = report.tensors(wanted), report.tensors(got)
+        if padded:
+            wanted, got = map(_without_padding, wanted), map(_without_padding, got)
+        off = report.largest_difference([*wanted], [*got])
+        dtype = next(model.parameters()).dtype
+        if not off <= max(DEVIATES, 8 * torch.finfo(dtype).eps):
+            raise Unsupported(
+                f"{type(model).__name__} gives other outputs in our forms (off by {off:.1e} in a probe of "
+                f"{probing.PROBE} tokens), so that it was left as it was"
+            )
+
+
+def _without_padding(x: Tensor) -> Tensor:
+    """An output (B, L, ...) without that of the last token of the first row, which is padding; others whole."""
+    return x if x.ndim < 3 else torch.cat([x[0, :-1], x[1:].flatten(0, 1)])

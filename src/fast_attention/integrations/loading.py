@@ -72,7 +72,7 @@ class Restoring(HfQuantizer):
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **settings: Any
     ) -> None:
         """Compare the files with their hashes, and put the mechanisms in."""
-        from fast_attention.integrations import hugging_face, module_classes, torch_nn
+        from fast_attention.integrations import hugging_face, modules, torch_nn
 
         implementation = model.config._attn_implementation
         if not fresh.was_named(model):
@@ -82,7 +82,7 @@ class Restoring(HfQuantizer):
                 "fast_attention.swap_back(model) for exact attention"
             )
         verify(checkpoint_files or (), self.quantization_config.sha256)
-        module_classes.exchange(model, exact=False)
+        modules.exchange_classes(model, exact=False)
         layers = _present(model, self.quantization_config.layers)
         of_torch = {name: settings for name, settings in layers.items() if "module" in settings}
         interfaced = {name: _layer(model, name, **layers[name]) for name in layers if name not in of_torch}
@@ -93,25 +93,27 @@ class Restoring(HfQuantizer):
 
     def postprocess_model(self, model: Any, **settings: Any) -> Any:
         """Complete the swap, and raise unless sizes agree and all weights of the mechanisms were loaded."""
-        from fast_attention.integrations import hugging_face, torch_nn, unpadding
+        from fast_attention.integrations import forward_pass, modules, unpadding
+        from fast_attention.integrations.swapped import CHILD
 
         skip_padding = self.quantization_config.skip_padding
         self.remove_quantization_config(model)
         del model.is_quantized
-        hugging_face.settle(model, model.get_correct_attn_implementation(None), "")
+        forward_pass.enter_calls(model)
+        model.__dict__[fresh.SWAPPED] = ""  # no exact model has a name
         tensors = model.state_dict(keep_vars=True)
         mismatched = [f"{name} {tuple(x.shape)} for {tuple(self.sizes[name])}" for name, x in tensors.items()
                   if x.shape != self.sizes.get(name, x.shape)]  # fmt: skip
         if mismatched:  # of which transformers 5.5 tells nothing
             raise ValueError(f"sizes mismatch between the weights and {type(model).__name__}: {', '.join(mismatched)}")
-        starts = tuple(f"{name}.attention." for names in torch_nn.swapped_in(model).values() for name in names)
+        starts = tuple(f"{name}.attention." for names in modules.swapped_in(model).values() for name in names)
         mechanism_tensors = [
-            (name, x) for name, x in tensors.items() if f".{hugging_face.CHILD}." in name or name.startswith(starts)
+            (name, x) for name, x in tensors.items() if f".{CHILD}." in name or name.startswith(starts)
         ]
         missing = [name for name, x in mechanism_tensors if not getattr(x, "_is_hf_initialized", x.is_meta)]
         if missing:
             raise ValueError(f"weights of the mechanisms are missing: {', '.join(missing)}")
-        unpadding.set_skipping(model, skip_padding)
+        unpadding.set_skipping(model, unpadding.ALWAYS if skip_padding else None)
         return model
 
 

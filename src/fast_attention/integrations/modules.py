@@ -1,64 +1,55 @@
-"""Replaces attention modules layer by layer, and leaves the modes and random generators of a model as they were."""
+"""Puts modules and classes of ours in the place of others, and back; keeps modes and random generators as they were."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from fast_attention.integrations.report import UNNAMED, Layer, chosen, no_queries
-from fast_attention.integrations.untrained import quality
-from fast_attention.mechanism import Attention, Unsupported
+BEFORE = "_before_swap"  # where a module of ours keeps the one whose place it took, which shares its parts
+PARTS = ("_modules", "_parameters", "_buffers")
+PACKAGE = __name__.rpartition(".")[0]
+# Folders of transformers' models, and our files with subclasses of the modules in them, by the same names. Those of
+# ``exact``, and such as are called ``Exact...``, are for exact swaps alone.
+FILES = {
+    **dict.fromkeys(("bloom", "mpt"), "alibi"),
+    **dict.fromkeys(("longt5", "mt5", "pop2piano", "switch_transformers", "t5", "umt5"), "t5"),
+    **dict.fromkeys(("parakeet", "wav2vec2_bert", "wav2vec2_conformer"), "conformers"),
+    **dict.fromkeys(("led", "longformer"), "exact.longformer"),
+    "big_bird": "exact.big_bird",
+}
+ALIBI = ("bloom", "mpt")  # kinds of models whose masks are made by transformers' functions, and that call no interface
 
 
-def exchange(library: Any, model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
-    """Replace every attention module of a library's that ``wanted`` names; weights are shared, names stay.
+def take_over(new: Any, old: nn.Module) -> None:
+    """Give a new module the parts and the mode of an old one: nothing is copied, and an optimiser keeps them."""
+    for parts in PARTS:
+        vars(new)[parts].update(vars(old)[parts])
+    new._non_persistent_buffers_set.update(old._non_persistent_buffers_set)
+    new.training, new.__dict__[BEFORE] = old.training, old
 
-    Args:
-        library: ``torch_nn`` or ``timm``: ``is_attention`` of a module; its ``sizes``, which are heads, the width of
-            one, and what is known of what it runs; the ``unsupported_reason`` of a mechanism there; the
-            ``replacement``, and remarks on it.
-        model: The model, changed in place.
-        wanted: A mechanism, or one for every pattern of layer names.
-        max_len: The longest sequence, for mechanisms with ``traits.needs_max_len``.
 
-    Raises:
-        Unsupported: The model is such a module itself.
-    """
-    if library.is_attention(model):
-        raise Unsupported(
-            f"{type(model).__name__} is itself an attention, and a swap replaces those inside of what it is given. "
-            "What would work: the module that holds it; for an nn.MultiheadAttention also "
-            "fast_attention.MultiheadAttention(..., mechanism=...) in its place, which takes its weights by "
-            "load_state_dict(..., strict=False)"
-        )
-    layers, replacements = [], []
-    for module, names in names_in(model, library.is_attention).items():
-        name = next((name for name in names if chosen(name, wanted) is not None), names[0])
-        mechanism, (heads, head_dim, shown) = chosen(name, wanted), library.sizes(module)
-        layer = Layer(name, type(module).__name__, heads, head_dim, False, shown, UNNAMED, replaced=False)
-        if mechanism is not None and not isinstance(mechanism, Attention):
-            layer = replace(layer, why=no_queries(mechanism))
-        elif mechanism is not None and (reason := library.unsupported_reason(model, name, module, mechanism)):
-            layer = replace(layer, why=reason)
-        elif mechanism is not None:
-            new, remarks = library.replacement(name, module, mechanism, max_len or 0)
-            if others := [other for other in names if other != name]:
-                remarks.append(f"the same module is {', '.join(others)}")
-            learned = sum(p.numel() for p in new.attention.parameters())
-            layer = replace(
-                layer, mechanism=repr(mechanism), why="; ".join(remarks), replaced=True, parameters=learned,
-                untrained=quality(mechanism, learned),
-            )  # fmt: skip
-            replacements += [(each, new) for each in names]
-        layers.append(layer)
-    for name, new in replacements:
-        replace_module(model, name, new)
-    return tuple(layers)
+def swap_back(model: nn.Module, kind: type[nn.Module] = nn.Module) -> bool:
+    """Put the former modules back in place of ours of a kind, with the present weights; whether there were any."""
+    swapped = swapped_in(model, kind)
+    for module, names in swapped.items():
+        old = module.__dict__[BEFORE]
+        for parts in PARTS:
+            its = vars(old)[parts]
+            its.update({name: part for name, part in vars(module)[parts].items() if name in its})
+        old.training = module.training
+        for name in names:
+            replace_module(model, name, old)
+    return bool(swapped)
+
+
+def swapped_in(model: nn.Module, kind: type[nn.Module] = nn.Module) -> dict[Any, list[str]]:
+    """The modules of a kind of ours that took the place of others in a model, with their names."""
+    return names_in(model, lambda module: isinstance(module, kind) and BEFORE in module.__dict__)
 
 
 def names_in(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[nn.Module, list[str]]:
@@ -78,6 +69,38 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     """Put ``new`` in place of the module called ``name``."""
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, new)
+
+
+def exchange_classes(model: nn.Module, *, exact: bool) -> None:
+    """Exchange modules of transformers that compute attention in code of their own for our subclasses of them."""
+    for module in model.modules():
+        kind = type(module)
+        folder, _, file = kind.__module__.removeprefix("transformers.models.").partition(".")
+        ours = FILES.get(folder, "") if file == f"modeling_{folder}" else ""
+        if ours and (exact or not ours.startswith("exact.")):
+            kinds = vars(import_module(f"{PACKAGE}.{ours}"))
+            same = kinds.get(kind.__name__, kind)
+            module.__class__ = kinds.get(f"Exact{kind.__name__}", same) if exact else same
+
+
+def original_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of transformers that one of ours was made from; any other class as it is."""
+    if not kind.__module__.startswith(f"{PACKAGE}."):
+        return kind
+    return next((base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")), kind)
+
+
+def restore_classes(model: nn.Module) -> None:
+    """Give the modules their own classes back."""
+    for module in model.modules():
+        if (theirs := original_class(type(module))) is not type(module):  # a compiled module hands attributes on
+            module.__class__ = theirs
+
+
+def first_position(model: nn.Module) -> int:
+    """The number that learned positions begin with: in models of RoBERTa's kind behind that of padding, else 0."""
+    tables: list[Any] = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
+    return max((part.padding_idx + 1 for part in tables if getattr(part, "padding_idx", None) is not None), default=0)
 
 
 @contextmanager

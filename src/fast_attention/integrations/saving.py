@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fast_attention import __version__, catalogue, files
 from fast_attention.integrations import timm, torch_nn, unpadding
 from fast_attention.integrations.attention import NAME
-from fast_attention.integrations.fresh import BEFORE
+from fast_attention.integrations.fresh import BEFORE, SWAPPED
+from fast_attention.integrations.modules import swapped_in
 from fast_attention.integrations.swapped import Swapped, layers_of
 from fast_attention.mechanism import Unsupported
 
@@ -49,7 +49,7 @@ def save_pretrained(
     All files are written under another name, brought to the disk and put in place together, ``config.json`` last.
 
     Args:
-        model: The model. After a swap this is also its own ``save_pretrained``.
+        model: The model, whose own ``save_pretrained`` calls this.
         save_directory: Where to.
         is_main_process: False writes nothing.
         state_dict: Other weights than the model's present ones.
@@ -63,7 +63,7 @@ def save_pretrained(
     layers = layers_of(model)
     if not is_main_process:
         return
-    if not layers and not _others(model):
+    if not layers and not swapped_in(model):
         raise ValueError(f"{type(model).__name__} is not swapped: save it by its own save_pretrained")
     if getattr(model, "_hf_peft_config_loaded", False):  # transformers then writes the adapters and nothing else
         _write(model, save_directory, state_dict=state_dict, push_to_hub=push_to_hub, **settings)
@@ -130,7 +130,7 @@ def from_pretrained(
         if isinstance(error, OSError) and not local.is_dir():
             raise  # the hub's
         raise ValueError(f"{os.fspath(folder)} holds no sound swapped model: {error}") from error
-    if BEFORE not in model.__dict__:  # config= was of a swapped model
+    if SWAPPED not in model.__dict__:  # config= was of a swapped model
         raise ValueError(f"{os.fspath(folder)} was read by a config that names no mechanisms: leave config= out")
     if problems := {why: sorted(map(str, names)) for why, names in info.items() if names}:
         raise ValueError(f"{os.fspath(folder)}: its weights do not belong to {kind.__name__}: {problems}")
@@ -142,7 +142,6 @@ def _implementations(model: PreTrainedModel, layers: dict[str, Swapped]) -> str 
 
     SAM's layers for images look their class up by that name.
     """
-    before = model.__dict__.get(BEFORE, "sdpa")
     swapped = {id(getattr(model.get_submodule(name), "config", None)) for name in layers}
     parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
 
@@ -151,28 +150,26 @@ def _implementations(model: PreTrainedModel, layers: dict[str, Swapped]) -> str 
         return id(config) in swapped or any(runs(part) for part in inner if part is not None)
 
     others = {
-        name: before if isinstance(before, str) else before.get(name, "sdpa")
+        name: vars(config).get(BEFORE, config._attn_implementation)
         for name, config in parts.items()
         if config is not None and not runs(config)
     }
     return {"": NAME, **dict.fromkeys(parts, NAME), **others} if others else NAME
 
 
-def guard() -> None:
-    """Let transformers' own ``save_pretrained`` lose no mechanisms: of a swapped model's part, of what holds one."""
-    original = PreTrainedModel.save_pretrained
-    if getattr(original, "keeps_mechanisms", False):
-        return
+_original = PreTrainedModel.save_pretrained
 
-    @wraps(original)
-    def saved(self: PreTrainedModel, *args: Any, **settings: Any) -> None:
-        if _writing.get() is not self and (layers_of(self) or _others(self)):
-            save_pretrained(self, *args, **settings)
-        else:
-            original(self, *args, **settings)
 
-    saved.keeps_mechanisms = True  # type: ignore[attr-defined]
-    PreTrainedModel.save_pretrained = saved  # type: ignore[method-assign]
+@wraps(_original)
+def _saved(self: PreTrainedModel, *args: Any, **settings: Any) -> None:
+    """Transformers' own ``save_pretrained``, which loses no mechanisms of a swapped model or of one inside it."""
+    if _writing.get() is not self and (layers_of(self) or swapped_in(self)):
+        save_pretrained(self, *args, **settings)
+    else:
+        _original(self, *args, **settings)
+
+
+PreTrainedModel.save_pretrained = _saved  # type: ignore[method-assign]
 
 
 def _write(model: PreTrainedModel, *args: Any, **settings: Any) -> None:
@@ -184,30 +181,25 @@ def _write(model: PreTrainedModel, *args: Any, **settings: Any) -> None:
         _writing.reset(token)
 
 
-def _others(model: nn.Module) -> dict[Any, list[str]]:
-    """The swapped layers that are no attention of transformers' interface, with their names."""
-    return torch_nn.swapped_in(model) | timm.swapped_in(model)
-
-
 def _check_named(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
     """Raise ``Unsupported`` where a model's files would not name all mechanisms in it, or name too few to load them."""
     kind = type(model).__name__
     again = "then load_state_dict of the present weights, where they were trained"
-    if unnamed := [names[0] for names in timm.swapped_in(model).values()]:
+    if unnamed := [names[0] for names in swapped_in(model, timm.OURS).values()]:
         raise Unsupported(
             f"{kind}: the files of a model name no mechanisms in timm's layers ({unnamed[0]}). What would work: "
             "torch.save(model.state_dict(), path), which is loaded into a model that was swapped in the same way"
         )
     if not layers:
-        name = next(names[0] for names in _others(model).values())
+        name = next(names[0] for names in swapped_in(model).values())
         raise Unsupported(
             f"{kind}: only {name} was swapped, an nn.MultiheadAttention, and a model's files name such a layer beside "
             f"swapped ones of transformers' interface. What would work: swap(model, {{'{name}': ..., "
             f"'*': 'Softmax()'}}) and {again}; or torch.save(model.state_dict(), path), for a model that was swapped "
             "in the same way"
         )
-    if model.config._attn_implementation != NAME and "save_pretrained" not in vars(model):
-        parts = (name for name, part in model.named_modules() if "save_pretrained" in vars(part))
+    if model.config._attn_implementation != NAME and SWAPPED not in vars(model):
+        parts = (name for name, part in model.named_modules() if SWAPPED in vars(part))
         part = next(parts, next(iter(layers)))
         raise Unsupported(
             f"{kind} was not swapped, but a part of it, {part}: loading these files would run exact attention. What "
@@ -218,7 +210,7 @@ def _check_named(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
 
 def _check_readable(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
     """Raise ``Unsupported`` where a mechanism is not what its expression gives, as one with a function is not."""
-    bounds = [part.bound for part in layers.values()] + [part.attention for part in torch_nn.swapped_in(model)]
+    bounds = [part.bound for part in layers.values()] + [part.attention for part in swapped_in(model, torch_nn.OURS)]
     for mechanism in {bound.mechanism for bound in bounds}:
         if not catalogue.readable(mechanism):
             raise Unsupported(
@@ -226,6 +218,3 @@ def _check_readable(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
                 "What would work: a class in place of a function, as docs/guides/your_mechanism.md has it; or "
                 "torch.save(model.state_dict(), path), which is loaded into a model that was swapped in the same way"
             )
-
-
-guard()

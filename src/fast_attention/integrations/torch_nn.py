@@ -9,13 +9,12 @@ from torch import nn
 
 from fast_attention import catalogue
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations.modules import names_in, replace_module
-from fast_attention.integrations.report import dropout_note
-from fast_attention.integrations.visible import counts_from_the_query
+from fast_attention.integrations.modules import names_in, replace_module, swapped_in, take_over
+from fast_attention.integrations.report import counts_from_the_query, crossing_refusal, dropout_note
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
 
-BEFORE = "_torch_before_swap"  # where a swapped layer keeps torch's module, which shares its parts
+OURS = MultiheadAttention
 PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
 ARGUMENTS = (
     "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
@@ -46,10 +45,8 @@ def unsupported_reason(
     prefix, _, attribute = name.rpartition(".")
     parent = model.get_submodule(prefix)
     decodes, crosses = isinstance(parent, nn.TransformerDecoderLayer), _crosses(parent, attribute)
-    if crosses and not traits.cross:
-        return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
-    if crosses and counts_from_the_query(mechanism):
-        return f"the layer attends to another sequence, in which {mechanism!r} has no place to begin"
+    if crosses and (reason := crossing_refusal(mechanism)):
+        return reason
     if decodes and not crosses and not traits.causal:
         return f"a decoder's own attention is causal, and {mechanism!r} is not (traits.causal)"
     if not decodes and not traits.bidirectional:
@@ -69,31 +66,12 @@ def replacement(
         module.in_proj_bias is not None, module.bias_k is not None, module.add_zero_attn, module.kdim, module.vdim,
         module.batch_first, weight.device, weight.dtype, mechanism=mechanism, max_len=max_len,
     )  # fmt: skip
-    _share(module, new)
-    new.train(module.training)
-    new.__dict__[BEFORE] = module
-    new.register_forward_pre_hook(partial(_refuse_hint, name), with_kwargs=True)
-    if counts_from_the_query(mechanism):
-        new.register_forward_pre_hook(partial(_refuse_another_sequence, name), with_kwargs=True)
+    take_over(new, module)
+    new.attention.train(module.training)
+    new.register_forward_pre_hook(partial(_check_call, name, counts_from_the_query(mechanism)), with_kwargs=True)
     remarks = [dropout_note(module.dropout)] if module.dropout and not mechanism.traits.mask else []
     remarks += ["its hooks are not called before it is swapped back"] if any(getattr(module, x) for x in HOOKS) else []
     return new, remarks
-
-
-def swap_back(model: nn.Module) -> bool:
-    """Undo ``swap``: put torch's modules back, with the present weights; whether there were any to undo."""
-    swapped = swapped_in(model)
-    for module, names in swapped.items():
-        old = module.__dict__[BEFORE]
-        _share(module, old.train(module.training))
-        for name in names:
-            replace_module(model, name, old)
-    return bool(swapped)
-
-
-def swapped_in(model: nn.Module) -> dict[Any, list[str]]:
-    """The modules that ``swap`` put into a model, with their names."""
-    return names_in(model, lambda module: BEFORE in module.__dict__)
 
 
 def records(model: nn.Module) -> dict[str, Any]:
@@ -104,7 +82,7 @@ def records(model: nn.Module) -> dict[str, Any]:
             "mechanism": repr(module.attention.mechanism),
             "max_len": max(module.attention.shape.max_len - module.appended, 0),
         }
-        for module, names in swapped_in(model).items()
+        for module, names in swapped_in(model, OURS).items()
     }
 
 
@@ -137,21 +115,19 @@ def _crosses(parent: nn.Module, attribute: str) -> bool:
     return beside_own or attribute.startswith("cross_att") or type(parent).__name__.endswith("PoolingHead")
 
 
-def _refuse_hint(name: str, module: MultiheadAttention, args: Any, kwargs: Any) -> None:
-    """Raise where a swapped layer gets ``is_causal=True`` without a mask: torch's raises too, or sees all keys."""
+def _check_call(name: str, sees_near: bool, module: MultiheadAttention, args: Any, kwargs: Any) -> None:
+    """Raise where a swapped layer gets ``is_causal=True`` without a mask: torch's raises too, or sees all keys.
+
+    Raise also where it ``sees_near`` keys and they are of another sequence than its queries.
+    """
     given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
     if given.get("is_causal") and given.get("attn_mask") is None:
         raise ValueError(
             f"{name}: is_causal=True is a hint about a mask, as torch's own layers take it, and there is no mask. What "
             "would work: the causal mask too, nn.Transformer.generate_square_subsequent_mask(length)"
         )
-
-
-def _refuse_another_sequence(name: str, module: MultiheadAttention, args: Any, kwargs: Any) -> None:
-    """Raise where a layer that was swapped for a window is called with keys of another sequence than its queries."""
-    given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
     query, key = given.get("query"), given.get("key")
-    if query is None or key is None or query is key or query.is_nested:
+    if not sees_near or query is None or key is None or query is key or query.is_nested:
         return
     layouts = [] if traced() else [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr()) for x in (query, key)]
     if layouts and layouts[0] == layouts[1]:  # two views of the same numbers
@@ -162,10 +138,3 @@ def _refuse_another_sequence(name: str, module: MultiheadAttention, args: Any, k
         "work: patterns of names that leave this layer as it is or give it Softmax(); where it is one sequence, one "
         "tensor as query and key"
     )
-
-
-def _share(old: nn.Module, new: nn.Module) -> None:
-    """Let ``new`` use the parameters of ``old``: nothing is copied, and an optimiser keeps them."""
-    for name in PARAMETERS:
-        setattr(new, name, getattr(old, name))
-    new.out_proj = old.out_proj

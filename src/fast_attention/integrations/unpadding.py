@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows
-from fast_attention.integrations.modules import evaluating
+from fast_attention.integrations.modules import evaluating, first_position
 from fast_attention.mechanism import Unsupported
 
 TEXTS = (3, 9, 1, 5)  # tokens of the texts on which a model is tried
@@ -30,11 +30,10 @@ def skips(model: PreTrainedModel) -> bool:
     return SKIPS in model.base_model.__dict__
 
 
-def set_skipping(model: PreTrainedModel, skipping: bool, how: str = ALWAYS) -> None:
-    """Let a swapped model skip padding, ``how``: always, or where it pays; or let it not."""
+def set_skipping(model: PreTrainedModel, how: str | None) -> None:
+    """Let a swapped model skip padding, ``how``: always, or where it pays; None: let it not."""
     model.base_model.__dict__.pop(SKIPS, None)
-    if skipping:
-        model.base_model.__dict__[SKIPS] = how
+    model.base_model.__dict__.update({SKIPS: how} if how else {})
 
 
 def run(model: Any, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -74,11 +73,11 @@ def try_skipping(model: PreTrainedModel, how: str = ALWAYS) -> None:
     mask = (torch.arange(max(TEXTS), device=base.device) < lengths[:, None]).long()
     with torch.no_grad(), evaluating(model):
         wanted = [base(text) for text in texts]
-        set_skipping(model, True)
+        set_skipping(model, ALWAYS)
         try:
             outputs = base(batch, attention_mask=mask)
         finally:
-            set_skipping(model, False)
+            set_skipping(model, None)
     pairs = [(outputs.last_hidden_state[i, : len(x.last_hidden_state[0])], x.last_hidden_state[0])
              for i, x in enumerate(wanted)]  # fmt: skip
     if getattr(outputs, "pooler_output", None) is not None:
@@ -89,7 +88,7 @@ def try_skipping(model: PreTrainedModel, how: str = ALWAYS) -> None:
             f"skip_padding=True: {name} gives other outputs for packed texts than for each alone (off by {off:.1%}), "
             "for something in it depends on the row. What would work: padded batches"
         )
-    set_skipping(model, True, how)
+    set_skipping(model, how)
 
 
 def can_skip(model: PreTrainedModel) -> bool:
@@ -172,13 +171,8 @@ def _names(model: Any) -> tuple[str, ...]:
 
 
 def _positions(model: Any, ids: Tensor | None, is_token: Tensor) -> Tensor:
-    """The positions that the model gives to a padded batch.
-
-    They are those of the columns, or in RoBERTa and its kin counted from the number of the padding token on.
-    """
-    for module in model.modules():
-        padding = getattr(module, "padding_idx", None)
-        if isinstance(padding, int) and isinstance(getattr(module, "position_embeddings", None), nn.Embedding):
-            visible = is_token if ids is None else ids != padding
-            return visible.cumsum(-1) * visible + padding
+    """The positions that the model gives to a padded batch: its columns, or tokens counted from a first number on."""
+    if first := first_position(model):
+        visible = is_token if ids is None else ids != first - 1
+        return visible.cumsum(-1) * visible + first - 1
     return torch.arange(is_token.shape[1], device=is_token.device).expand(is_token.shape)

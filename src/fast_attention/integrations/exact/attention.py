@@ -21,7 +21,7 @@ from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows, probing
 from fast_attention.integrations.attention import SINKS, changing
 from fast_attention.integrations.exact import masks
-from fast_attention.integrations.visible import Visibility
+from fast_attention.integrations.visible import Visibility, no_mask
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.local import local_attention
 from fast_attention.packed import Packing
@@ -31,13 +31,9 @@ SUPPORTED = (CAP, SINKS, POSITIONS)  # what our forms compute of what alters sco
 
 
 def attention(
-    before: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extra: Any,
+    before: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run the model's own attention function, or a form of ours where the mask is a ``Visibility``."""
-    given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **extra}
-    if is_causal is None:
-        del given["is_causal"]
 
     def original(mask: Any, **changes: Any) -> tuple[Tensor, Tensor | None]:
         function: Any = eager(type(module)) if before == "eager" else ALL_ATTENTION_FUNCTIONS[before]
@@ -46,40 +42,36 @@ def attention(
     if traced():
         return original(attention_mask)
     seen = attention_mask if isinstance(attention_mask, Visibility) else None
+    is_causal = given.get("is_causal")
     if probing.recording() is not None:
         causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-        return probing.record(module, query, key, value, seen, changed(extra), is_causal=causal), None
+        return probing.record(module, query, key, value, seen, changed(given), is_causal=causal), None
     if seen is None and attention_mask is None and query.shape[2] == key.shape[2]:
         borders = next(iter(calls.packed()), None)  # of a packed row, for which the model makes no mask
-        seen = None if borders is None else Visibility(_no_mask, packing=packed_rows.texts_of(borders))
-    changes = changed(extra, seen)
+        seen = None if borders is None else Visibility(no_mask, packing=packed_rows.texts_of(borders))
+    changes = changed(given, seen)
     positions, cap = changes.get(POSITIONS), changes.get(CAP)
     takes = getattr(positions, "takes", None)  # of positions that were made before their mask was known
-    mask = attention_mask if seen is None else seen
-    if positions is not None and takes is not None and not takes(module, query, mask):
+    runs = takes is None or takes(module, query, attention_mask if seen is None else seen)
+    if positions is not None and runs and seen is None:
+        seen = masks.of_keys(attention_mask, query, key)
+    if positions is not None and not (runs and (attention_mask is None or seen is not None)):
         mask = attention_mask if seen is None else seen.dense()
         return original(mask, position_bias=positions.dense(query, key))
     if positions is not None and seen is None:
-        seen = masks.of_keys(attention_mask, query, key)
-    if positions is not None and seen is None:
-        if attention_mask is not None:
-            return original(attention_mask, position_bias=positions.dense(query, key))
         causal = query.shape[2] > 1 and before == "sdpa"  # transformers' eager attention sees all without a mask
         causal = causal and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        seen = Visibility(_no_mask, is_causal=causal)
+        seen = Visibility(no_mask, is_causal=causal)
         if causal:  # what follows in a cache of a fixed size is empty, as transformers' function has it
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if seen is None:
         return original(attention_mask)
-    has_others = (
-        seen.packing is not None and query.shape[2] != key.shape[2]
-    )  # packed texts with other keys than queries
+    has_others = seen.packing is not None and query.shape[2] != key.shape[2]  # packed texts with other keys
     if not {*changes} <= {*SUPPORTED} or has_others or (cap is not None and core.unavailable()):
         return original(seen.dense())
     bias = None if positions is None or positions.layer is None else positions
-    dropped = dropout if module.training else 0.0
-    out = attend(query, key, value, seen, scale=scaling, dropout=dropped, sinks=extra.get(SINKS), bias=bias, cap=cap)
-    return out, None
+    settings = {"scale": given.get("scaling"), "dropout": given.get("dropout", 0.0) if module.training else 0.0}
+    return attend(query, key, value, seen, sinks=given.get(SINKS), bias=bias, cap=cap, **settings), None
 
 
 def attend(
@@ -180,10 +172,6 @@ def _plan(q: Tensor, k: Tensor, *, left: int, right: int) -> tiles.Plan:
 
 
 _compiled = tiles.operation(None, _plan)
-
-
-def _no_mask() -> Tensor:
-    raise AssertionError("a packed row has no dense mask of its own")
 
 
 for _before, _name in masks.NAMES.items():
