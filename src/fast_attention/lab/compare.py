@@ -1,4 +1,4 @@
-"""``fast-attention compare``: errors on a model's real tensors, then times at every length, and what follows."""
+"""Compares mechanisms with exact attention: errors on a model's real tensors, then times at every length."""
 
 from __future__ import annotations
 
@@ -6,86 +6,21 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
-
-from fast_attention.lab import options
-from fast_attention.lab.options import KINDS, at_work
-
-if TYPE_CHECKING or at_work():
-    from fast_attention import catalogue
-    from fast_attention.lab import capture, inputs, measure, progress, report, same_results, tables, verdicts
-    from fast_attention.lab.accuracy import Scene, measurable
-    from fast_attention.lab.capture import Source
-    from fast_attention.lab.environment import begun
-    from fast_attention.lab.inputs import InputError
-    from fast_attention.lab.measure import MOST_ROUNDS, Setting, TimingGroup, against_exact
-    from fast_attention.lab.records import EXACT, Comparison, Error
+from fast_attention import catalogue
+from fast_attention.lab import same_results, verdicts
+from fast_attention.lab.accuracy import Scene, measurable
+from fast_attention.lab.capture import Source
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.measure import MOST_ROUNDS, Setting, TimingGroup, against_exact
+from fast_attention.lab.records import EXACT, Comparison, Error
 
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
 LONGEST_ERROR = 8192  # tokens: exact attention in float64 takes seconds for each layer there, and four times at twice
 FOR_ERRORS = 0.4  # fraction of the budget
-LENGTHS = (256, 1024, 4096)
 MARGIN = 1.25  # over the seconds that are estimated to do
 UNKNOWN = 0.9  # the cosine to exact attention that is hoped for where no record has one
-
-
-def compare_command(
-    model: Annotated[
-        str | None, typer.Option(help=f"What to measure: {KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM.")
-    ] = None,
-    text: options.Text = None,
-    mechanisms: options.Mechanisms = None,
-    lengths: Annotated[list[int] | None, typer.Option(help="Sequence lengths. Default: 256, 1024 and 4096.")] = None,
-    asked: Annotated[
-        float,
-        typer.Option("--error", min=0.0, help="The largest median relative error of a head's outputs, untrained."),
-    ] = 0.1,
-    causal: options.Direction = None,
-    dtype: options.Dtype = "float32",
-    device: options.Device = "cpu",
-    backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")] = False,
-    threads: options.Threads = None,
-    budget: options.Seconds = 120,
-    seed: options.Seed = 0,
-    out: Annotated[Path, typer.Option(help="Folder for report.html and records.json.")] = Path("report"),
-    as_json: options.AsJson = False,
-) -> int:
-    """Compare mechanisms with exact attention: error on a model's real tensors, time, memory, crossover length.
-
-    The last lines say whether anything is better here, what would have to be trained, and at which length.
-
-    [dim]fast-attention compare --mechanisms LinearAttention "FavorPlus(num_features=64)" --lengths 512 2048[/dim]
-    """
-    with measure.by_threads(threads) as conditions:
-        where, kind = inputs.device(device), inputs.dtype(dtype)
-        chosen = inputs.mechanisms(mechanisms) if mechanisms else default_mechanisms()
-        sizes = inputs.lengths(lengths or list(LENGTHS))
-        inputs.folder(out)
-        source = capture.source(model, text, seed, min(max(sizes), LONGEST_ERROR))
-        is_causal = source.is_causal if causal is None else causal
-        setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
-        plan = Plan(source, chosen, sizes, setting, budget, asked)
-        meta = begun(
-            where, source=source.title, heads=source.heads, head_dim=source.head_dim, lengths=sizes, causal=is_causal,
-            backward=backward, dtype=dtype, seed=seed, asked=asked, budget=budget,
-            reference="torch.nn.functional.scaled_dot_product_attention",
-        )  # fmt: skip
-        record = Comparison(meta)
-        with progress.counted(plan.steps) as watch:
-            status = progress.until_stopped(
-                lambda: compare(plan, record, watch, lambda: record.save(out / record.data))
-            )
-        record.meta["conditions"] = conditions()
-    finish(plan, record, status)
-    record.leave(out, report.html)
-    first = same_results.words(record.meta.get("same_results"))
-    tables.present(
-        record, out, as_json, *first, report.table(record), last=[*verdicts.answer(record), *record.meta["conditions"]]
-    )
-    return 0 if status == "complete" else 130
 
 
 def default_mechanisms() -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fast_attention import catalogue, extras, files
-from fast_attention.lab.options import DTYPES
+from fast_attention.lab.refusals import DTYPES
 from fast_attention.lab.refusals import InputError as InputError
 from fast_attention.mechanism import Unsupported
 
@@ -70,6 +70,13 @@ def _split(text: str) -> list[str]:
     except (SyntaxError, ValueError, MemoryError, RecursionError):  # nested too deeply, or holding a null byte
         return [text]
     return [ast.unparse(part) for part in tree.elts] if isinstance(tree, ast.Tuple) and tree.elts else [text]
+
+
+def is_attention(target: str) -> bool:
+    """Whether a name means a mechanism, which begins with a capital, or a factory; a path that exists is a model."""
+    name = target.split("(")[0].strip()
+    named = (name.isidentifier() and name[0].isupper()) or catalogue.elsewhere(name) != ""
+    return not Path(target).exists() and (":" in target or named)
 
 
 def lengths(values: list[int], option: str = "--lengths") -> list[int]:
