@@ -28,8 +28,6 @@ FAULTS = [
           "replace(mechanism, short=exact.mechanism), exact.w", "mechanism, ()", _API + "positions"),
     Fault("a failed conversion leaves what it trained", "conversion/converting.py",
           "self.model.load_state_dict({name: state[name] for name in self.model.state_dict()})", "pass", _API + "failure"),
-    Fault("a program's own accelerator is changed", "conversion/converting.py", "            each.update(values)\n", "",
-          _API + "program_has_set"),
     Fault("the held-out chunks are of the trained text", "lab/texts.py", "self._held_out_groups(held_out.name, document)",
           "self._held_out_groups(held_out.name, read[0])", _COMMAND + "another_text_judges"),
 ]  # fmt: skip

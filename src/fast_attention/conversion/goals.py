@@ -1,14 +1,14 @@
-"""Goals of a conversion: the teacher's readings, the loss of the fine-tune, and the figures that are reported."""
+"""What a conversion learns: each layer's output, the teacher's readings of the whole; and the figures reported."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention.conversion.outcome import Figures
@@ -57,6 +57,73 @@ def error(output: Tensor, reference: Tensor, mask: Tensor | None) -> Tensor:
         output, reference = output[mask], reference[mask]
     output, reference = output.float(), reference.float()
     return (output - reference).pow(2).mean() / reference.var().clamp_min(1e-12)
+
+
+def layers_of(model: Any) -> dict[str, Any]:
+    """The mechanisms of a swapped model, by the names of its layers."""
+    from fast_attention.integrations import swapped  # which imports transformers
+
+    return swapped.layers_of(model)
+
+
+@torch.no_grad()
+def layer_errors(
+    model: Any, original: Any, names: Sequence[str], batches: Sequence[Batch],
+    backward: Callable[[Tensor], Any] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Every layer's mean squared error on the original's inputs, over the variance of the original's output.
+
+    Attention transfer brings it down for all layers at once (LoLCATs, arXiv 2410.10254, which trains feature maps so).
+
+    Args:
+        model: The swapped model.
+        original: The original, frozen, swapped to exact attention.
+        names: The layers.
+        batches: What the original reads.
+        backward: Adds up the gradients of a layer's error: with the memory of one layer at a time. None: no gradients.
+    """
+    measured: dict[str, list[float]] = {name: [] for name in names}
+
+    def hooked(name: str, batch: Batch) -> Any:
+        layer, mask = model.get_submodule(name), tokens(batch)
+
+        def compare(module: nn.Module, args: Any, options: Any, output: Any) -> None:
+            with torch.set_grad_enabled(backward is not None):
+                wrong = error(_output(layer(*args, **options)), _output(output), mask)
+                if backward is not None and wrong.requires_grad:  # a window over everything has nothing to train
+                    backward(wrong)
+            measured[name].append(float(wrong.detach()))
+
+        return original.get_submodule(name).register_forward_hook(compare, with_kwargs=True)
+
+    for batch in batches:
+        handles = [hooked(name, batch) for name in names]
+        try:
+            run(original, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return {name: sum(each) / max(len(each), 1) for name, each in measured.items()}
+
+
+def calibrate(model: Any, original: Any, names: Sequence[str], batch: Batch) -> None:
+    """Calibrate weights such as the damping of ``FavorPlusPlus`` on the queries and keys of the original's inputs."""
+
+    def calibrate_bound(bound: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+        q, k = inputs[:2]
+        bound.adopt(bound.mechanism.calibrated(q, k, bound.w, key_mask=options.get("key_mask")))
+
+    layers = layers_of(model)
+    handles = [layers[name].bound.register_forward_pre_hook(calibrate_bound, with_kwargs=True) for name in names]
+    try:
+        layer_errors(model, original, names, [batch])
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _output(returned: Any) -> Tensor:
+    return returned[0] if isinstance(returned, tuple) else returned
 
 
 class Targets(NamedTuple):
