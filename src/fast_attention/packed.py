@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
@@ -40,10 +40,13 @@ class Packs(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """How many queries and keys each of the packed sequences has, in their order."""
+    """How many queries and keys each of the packed sequences has, in their order, and how a caller gave them."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
+    names: tuple[str, str] = field(default=("lengths_q", "lengths_k"), compare=False)  # the arguments, for errors
+    borders: bool = field(default=False, compare=False)  # whether borders were given, rather than lengths
+    is_pair: bool = field(default=True, compare=False)  # whether both were given, rather than one for both
 
     @property
     def longest(self) -> int:
@@ -57,19 +60,8 @@ class Packing:
             members.setdefault(sizes, []).append(i)
         yield from members.values()
 
-
-@dataclass(frozen=True)
-class PackedLengths:
-    """Packed sequences in a caller's words: names of the arguments, sizes, whether borders or a pair were given."""
-
-    names: tuple[str, str]
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    borders: bool
-    is_pair: bool
-
-    def of(self, queries: int, keys: int) -> Packing:
-        """The sequences of so many packed queries and keys; ``ValueError`` where these are others."""
+    def fitted(self, queries: int, keys: int) -> Packing:
+        """These sequences, if they are of so many packed queries and keys; ``ValueError`` where these are others."""
         name = self.names[0]
         if not self.is_pair and queries != keys:
             raise ValueError(
@@ -79,7 +71,7 @@ class PackedLengths:
             if (total := sum(sizes)) != tokens:
                 entry = f"{each}[{len(sizes)}]" if self.borders else f"the sum of {each}"
                 raise ValueError(f"{entry} is {total} and there are {tokens} tokens: it must be their number")
-        return Packing(self.queries, self.keys)
+        return self
 
 
 def packing(
@@ -103,13 +95,13 @@ def packing(
         Unsupported: Numbers of a tensor are asked for where code is traced.
     """
     sequences = packed_lengths(cu_seqlens, lengths, attn_mask, name=name)
-    return None if sequences is None else sequences.of(queries, keys)
+    return None if sequences is None else sequences.fitted(queries, keys)
 
 
 def packed_lengths(
     cu_seqlens: CuSeqlens | None, lengths: Lengths | None, attn_mask: Tensor | None = None, *, name: str = "cu_seqlens"
-) -> PackedLengths | None:  # fmt: skip
-    """Description of packed sequences, as ``packing`` takes it, before it is known how many tokens there are."""
+) -> Packing | None:  # fmt: skip
+    """The packed sequences, as ``packing`` takes them, before it is known how many tokens there are."""
     if cu_seqlens is None and lengths is None:
         return None
     if cu_seqlens is not None and lengths is not None:
@@ -123,7 +115,7 @@ def packed_lengths(
     read, borders = (_checked_lengths, False) if cu_seqlens is None else (_checked_borders, True)
     if not _is_pair(given):
         sizes = read(name, given)
-        return PackedLengths((name, name), sizes, sizes, borders, is_pair=False)
+        return Packing(sizes, sizes, (name, name), borders, is_pair=False)
     names = (f"{name}_q", f"{name}_k")
     queries, keys = (read(each, x) for each, x in zip(names, given, strict=True))
     if len(queries) != len(keys):
@@ -131,7 +123,7 @@ def packed_lengths(
             f"{names[0]} has {len(queries)} sequences and {names[1]} has {len(keys)}: every sequence of queries needs "
             "one of keys, if an empty one"
         )
-    return PackedLengths(names, queries, keys, borders, is_pair=True)
+    return Packing(queries, keys, names, borders)
 
 
 def attend(
