@@ -264,11 +264,8 @@ def html(record: Advised) -> str:
         Section("Ranking", [*[Words(NO_REFERENCE)] * bool(record.far), ranking(record)]),
         *(Section(title, [Listing(lines)]) for title, lines in unranked(record).items()),
         Section("Times and memory", [Folded("Every error, time and peak", report.every(record))]),
-        pages.run(meta, facts),
-        pages.again(meta, record.data),
     ]
-    where = pages.where(meta, f"{meta['source']}, {meta['length']:,} tokens")
-    return pages.page("advise", sections, [*pages.partial(meta, "advice"), where])
+    return pages.page_of(record, sections, facts, f"{meta['source']}, {meta['length']:,} tokens")
 
 
 def _points(record: Advised) -> list[Block]:

@@ -205,8 +205,8 @@ def html(record: Converted) -> str:
         Section("Quality", [Words(gain(record), "lead"), *(table for table in quality(record) if table.rows)]),
         Section("Layer by layer", [layers(record)]),
         Section("Costs of one sequence", [costs(record)] if record.costs else []),
-        pages.run(meta, facts),
-        pages.again(meta, record.data, "The model: fast_attention.from_pretrained on this folder."),
     ]
     done = f"{meta['model']}, {len(result.converted)} of {len(result.layers)} layers to {result.mechanism}"
-    return pages.page("convert", sections, [*pages.partial(meta, "conversion"), pages.where(meta, done)])
+    return pages.page_of(
+        record, sections, facts, done, more="The model: fast_attention.from_pretrained on this folder."
+    )  # fmt: skip

@@ -58,10 +58,9 @@ def html(record: Comparison) -> str:
             [table(record), Words(_READING), Folded("Every error, time and peak, at every length", every(record))],
         ),
         Section("Not measured", [Listing(notes)] if (notes := missing(record)) else []),
-        pages.run(meta, facts),
-        pages.again(meta, record.data),
     ]
-    return pages.page("compare", sections, [*opening, *_warnings(meta), pages.where(meta, meta["source"])])
+    opening += [Words(words, "warn") for words in meta.get("conditions", [])]
+    return pages.page_of(record, sections, facts, meta["source"], opening)
 
 
 def missing(record: Comparison) -> list[str]:
@@ -144,7 +143,3 @@ def every(record: Comparison) -> Table:
         known = [percent(summary[0] if summary else None), factor(cell.forward_ratio)]
         rows.append([cell.mechanism, count(cell.length), *known, *spent, bytes_of(cell.peak_bytes), count(cell.rounds)])
     return Table(heads, rows)
-
-
-def _warnings(meta: dict[str, Any]) -> list[Words]:
-    return [*pages.partial(meta, "comparison"), *(Words(words, "warn") for words in meta.get("conditions", []))]
