@@ -6,7 +6,7 @@ FAULTS = [
     Fault("an error stands beside a speed of another length", "lab/records.py",
           "timed = {length for length in known if length in self.ratios(EXACT)}", "timed = known",
           "tests/lab/test_compare.py -k cannot_be_extended"),
-    Fault("hidden pairs count as left out", "lab/accuracy.py", "pairs = int((self.length - sampled).sum()) if self.setting.is_causal else",
+    Fault("hidden pairs count as left out", "lab/compare.py", "pairs = int((self.length - sampled).sum()) if self.setting.is_causal else",
           "pairs =", "tests/lab/test_compare.py -k pairs_that_are_read"),
     Fault("short texts are read with extended positions", "lab/capture.py", "reading(self.extended if beyond else self.model, ids)",
           "reading(self.extended, ids)", "tests/lab/test_compare.py -k 'more_of_them and Llama'"),

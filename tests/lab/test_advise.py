@@ -13,9 +13,9 @@ import torch
 
 from fast_attention import catalogue
 from fast_attention.lab import advice, command_line, compare, measure
-from fast_attention.lab.accuracy import Scene
 from fast_attention.lab.advice import ORDER, Advised, Question, answer, ranked
 from fast_attention.lab.capture import Gaussian
+from fast_attention.lab.compare import Scene
 from fast_attention.lab.measure import Competitor, Passes, Setting
 from fast_attention.lab.records import EXACT, Cell, Comparison, Error
 from fast_attention.lab.verdicts import LONG

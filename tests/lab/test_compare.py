@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from fast_attention import Bound, Mixer, Shape, catalogue, clock, extend
 from fast_attention.lab import compare, loading, measure, pictures, report, texts, verdicts
-from fast_attention.lab.accuracy import Scene, measurable, relative_rms
 from fast_attention.lab.capture import Gaussian, HuggingFace
+from fast_attention.lab.compare import Scene, measurable, relative_rms
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.records import EXACT, Cell, Comparison, Error

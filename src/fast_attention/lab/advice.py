@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from rich.text import Text
 
 from fast_attention.lab import pages, pictures, report, same_results, verdicts
-from fast_attention.lab.accuracy import measurable
+from fast_attention.lab.compare import measurable
 from fast_attention.lab.pages import Block, Figure, Folded, Listing, Section, Words
 from fast_attention.lab.pictures import Point, Tradeoff
 from fast_attention.lab.records import EXACT, Cell, Comparison, Pass
