@@ -132,12 +132,8 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Attend within each sequence of q (..., H, T, E), k (..., H, S, E) and v (..., H, S, Ev): outputs (..., H, T, Ev).
 
-    Args:
-        call: ``(q, k, v, key_mask=) -> outputs`` of a batch of sequences that are no longer packed, (batch, H, L, E).
-        q, k, v: The packed tensors.
-        sequences: Their lengths.
-        key_mask: Boolean (..., S), True = may be seen, or None.
-        kernel: ``packed_kernel(...)``, for a mechanism that may take all sequences in one computation.
+    ``call(q, k, v, key_mask=)`` attends in a batch of sequences that are no longer packed, (batch, H, L, E); a
+    ``kernel`` of ``packed_kernel`` may take all sequences in one computation.
 
     Raises:
         ValueError: The tensors do not fit one another.

@@ -75,12 +75,8 @@ def layer_errors(
 
     Attention transfer brings it down for all layers at once (LoLCATs, arXiv 2410.10254, which trains feature maps so).
 
-    Args:
-        model: The swapped model.
-        original: The original, frozen, swapped to exact attention.
-        names: The layers.
-        batches: What the original reads.
-        backward: Adds up the gradients of a layer's error: with the memory of one layer at a time. None: no gradients.
+    ``original`` is frozen and swapped to exact attention. ``backward`` adds up the gradients of a layer's error, with
+    the memory of one layer at a time; None: no gradients.
     """
     measured: dict[str, list[float]] = {name: [] for name in names}
 

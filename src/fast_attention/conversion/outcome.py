@@ -140,14 +140,9 @@ def fingerprint(model: Any) -> str:
 
 
 def save(path: Path, of: dict[str, str], result: Conversion, finished: State, best: State) -> None:
-    """Write the file: its format, its SHA-256 and what follows.
+    """Write the file: its format, its SHA-256, what was measured, the model's states after the last and the best stage.
 
-    Args:
-        path: The file.
-        of: Model, mechanism and settings, by name; a conversion with others cannot resume from the file.
-        result: What was measured so far.
-        finished: The model's state after the last finished stage.
-        best: The state after the best one.
+    ``of`` are model, mechanism and settings, by name; a conversion with others cannot resume from the file.
     """
     buffer = io.BytesIO()
     torch.save({"of": of, "result": asdict(result), "finished": finished, "best": best}, buffer)

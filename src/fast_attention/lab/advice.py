@@ -148,10 +148,7 @@ def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
 def answer(rows: list[Row], question: Question, would_do: int | None = None) -> list[str]:
     """The answer in one to four sentences; no verdict while one that may be the answer was not measured.
 
-    Args:
-        rows: The ranking.
-        question: What was asked.
-        would_do: Seconds in which all that may be the answer can be measured.
+    ``would_do`` are the seconds in which all that may be the answer can be measured.
     """
     late = sum(row.kind == "cannot" and row.note.startswith(LATE) for row in rows)
     more = [f"Not timed, for lack of --seconds: {late} more, which are no estimates of exact attention."] * bool(late)

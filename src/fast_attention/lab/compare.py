@@ -146,11 +146,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Fill ``record``. Interrupted, it holds what was measured until then.
 
-    Args:
-        plan: What to compare.
-        record: Where the numbers go.
-        watch: Called with every step, at most ``plan.steps`` times.
-        save: Called after the errors and after every length.
+    ``watch`` is called with every step, at most ``plan.steps`` times; ``save`` after the errors and after every length.
     """
     began = time.perf_counter()
     record.meta["context"] = plan.source.own_context

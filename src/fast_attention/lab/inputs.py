@@ -29,12 +29,7 @@ def need(module: str, extra: str, purpose: str) -> ModuleType:
 
 @contextmanager
 def refusing(*also: type[Exception], where: str = "") -> Iterator[None]:
-    """Raise what the library refuses in the block as an ``InputError`` that begins with ``where``.
-
-    Args:
-        also: Exceptions to treat so, beside ``ValueError`` and ``Unsupported``.
-        where: Begins the message.
-    """
+    """Raise what the library refuses in the block, and ``also`` these, as an ``InputError`` that begins with ``where``."""
     try:
         yield
     except InputError:
@@ -134,15 +129,7 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def results(paths: list[Path], out: Path, what: str, *, resume: bool, restart: bool) -> None:
-    """Refuse to write over results unasked; where it is asked for, clear them away.
-
-    Args:
-        paths: The files that hold them, there or not.
-        out: The folder.
-        what: How messages call them, such as ``"a conversion"``.
-        resume: They are resumed.
-        restart: They may be written over.
-    """
+    """Refuse to write over results unasked, which messages call ``what``; where it is asked for, clear them away."""
     if resume and restart:
         raise InputError("--resume resumes and --restart begins anew: give one of them")
     if restart:

@@ -108,13 +108,9 @@ class Row(NamedTuple):
 
 
 class Table:
-    """Heads over rows; the first column names the row.
+    """Heads over rows, or rows alone; the first column names the row.
 
-    Args:
-        heads: Of the columns; none for a table without.
-        rows: Sequences of strings and values, or ``Row``.
-        left: Numbers of the columns, beside the first, that hold words: on the left.
-        title: Stands above, on the terminal.
+    Columns of the numbers ``left``, beside the first, hold words, on the left. The title stands above on the terminal.
     """
 
     def __init__(

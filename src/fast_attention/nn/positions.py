@@ -24,11 +24,6 @@ def _rates(base: float | Tensor, width: int, device: torch.device) -> Float[Tens
     return torch.exp(-fractions * (base.log() if isinstance(base, Tensor) else math.log(base)))
 
 
-def _angle_device(device: torch.device) -> torch.device:
-    """The device for angles, which are computed in float64: float32 is too coarse for positions in the millions."""
-    return torch.device("cpu") if device.type == "mps" else device  # which knows no float64
-
-
 @dataclass(frozen=True, repr=False)
 class Rotary(Value):
     """Rotary positions (Su et al. 2021, arXiv 2104.09864, Eq. 34): channel pairs rotated in proportion to the position.
@@ -74,8 +69,11 @@ class Rotary(Value):
             raise ValueError(f"{self!r}: factor needs a rope_type: 'linear', 'dynamic' or 'yarn'")
 
     def sin_cos(self, positions: Int[Tensor, "*batch length"], width: int) -> tuple[Tensor, Tensor]:
-        """Sines and cosines at positions (L) or (..., L), for heads of ``width``: (..., 1, L, width / 2)."""
-        positions = positions.to(_angle_device(positions.device))
+        """Sines and cosines at positions (L) or (..., L), for heads of ``width``: (..., 1, L, width / 2).
+
+        Angles are computed in float64: float32 is too coarse for positions in the millions.
+        """
+        positions = positions.cpu() if positions.device.type == "mps" else positions  # which knows no float64
         rates, size = self._rates(positions, width)
         angles = positions[..., None, :, None] * rates
         return angles.sin() * size, angles.cos() * size

@@ -248,7 +248,11 @@ def _agreed(
         raise ValueError(
             f"every process needs a token or more; they hold {list(queries)} queries and {list(keys)} keys"
         )
-    inputs = tuple(_wanting(x, any(each[4 + i] for each in rows)) for i, x in enumerate(inputs))
+    wanted = [any(column) for column in zip(*(each[4:7] for each in rows), strict=True)]
+    inputs = tuple(
+        x.detach().requires_grad_() if wants and not x.requires_grad else x
+        for x, wants in zip(inputs, wanted, strict=True)
+    )
     mask = call.key_mask
     if mask is None and any(each[3] for each in rows):
         k = inputs[1]
@@ -286,10 +290,6 @@ def _raise_where_unlike(mechanism: Any, refused: list[bool], digests: list[list[
 def _digest(text: str) -> float:
     """A number that tells texts apart."""
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
-
-
-def _wanting(x: Tensor, wants: bool) -> Tensor:
-    return x.detach().requires_grad_() if wants and not x.requires_grad else x
 
 
 def _checksum(w: Any) -> list[float]:
@@ -365,13 +365,7 @@ def longest(
 ) -> int:
     """The most queries or keys that a sequence has on all processes together, for weights that depend on it.
 
-    Args:
-        group: The ``ProcessGroup``, or the ``Shards`` of it.
-        queries: Number of this process's queries.
-        keys: Number of its keys.
-        device: Where the numbers are exchanged.
-        cu_seqlens: The borders of packed sequences, as in ``attend``.
-        lengths: Instead of it the number of tokens of each sequence.
+    This process has ``queries`` and ``keys``; ``group``, ``cu_seqlens`` and ``lengths`` are as in ``attend``.
     """
     everyone = group if isinstance(group, Shards) else shards(group, queries, keys, device)
     sequences = packed.packing(cu_seqlens, lengths, everyone.length, everyone.num_keys)

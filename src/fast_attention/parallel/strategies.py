@@ -310,11 +310,6 @@ def fetch(x: Tensor, visible: Ranges, shards: Shards) -> Tensor:
     """The keys' tokens ``visible[rank]`` of the whole sequence, from this process's (..., S, E).
 
     One all-to-all, in which every process sends what others want of its tokens; gradients go home the same way.
-
-    Args:
-        x: This process's tokens.
-        visible: First position and the one behind the last, for each process, inside the sequence.
-        shards: Who holds what.
     """
     borders, token = shards.borders(), x.shape[:-2].numel() * x.shape[-1]
     first = borders[shards.rank][0]
