@@ -80,14 +80,8 @@ def packing(
 ) -> Packing | None:  # fmt: skip
     """The packed sequences that a caller's ``cu_seqlens`` or ``lengths`` describe; None where both are None.
 
-    Args:
-        cu_seqlens: Where sequences begin and the last one ends, (sequences + 1,), int32 or int64: 0, ..., number of
-            tokens. An entry equal to the one before is an empty sequence. A pair: those of queries and of keys.
-        lengths: Instead of it the number of tokens of each sequence, or a pair; as Python's ints also in traced code.
-        queries: Number of queries in the packed tensor.
-        keys: Number of keys.
-        attn_mask: A mask given beside them, which is refused.
-        name: What errors call ``cu_seqlens``.
+    Both are as in ``fast_attention.attention``. There are so many ``queries`` and ``keys``; an ``attn_mask`` beside
+    them is refused. ``name`` is what errors call ``cu_seqlens``.
 
     Raises:
         TypeError: They are no whole numbers.

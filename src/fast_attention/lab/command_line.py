@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 
 from fast_attention import __version__
 from fast_attention.lab import refusals
-from fast_attention.lab.commands import COMMANDS as COMMANDS
+from fast_attention.lab.commands import COMMANDS
 
 MANY = ("--mechanism", "--mechanisms", "--lengths")
 IMPORT = "--import"

@@ -163,11 +163,8 @@ def rotate_both(
 ) -> tuple[Tensor, Tensor]:
     """Queries (N, H, L, E) and keys (N, H, S, E) rotated by their positions, where a module has rotary positions.
 
-    Args:
-        rotary: The positions' settings, or None: q and k stay as they are.
-        q, k: Queries and keys.
-        at: Positions of the queries, (L) or (N, L); None for S - L, S - L + 1, ...
-        keys_at: Those of the keys, (S) or (N, S); None for 0, 1, ..., or for ``at`` where L = S.
+    Queries are ``at`` (L) or (N, L), or else at S - L, S - L + 1, ...; keys at (S) or (N, S), or else at 0, 1, ..., or
+    where the queries are if L = S.
 
     Raises:
         ValueError: Positions are given and not used, of one side alone where L != S, or of another shape.
