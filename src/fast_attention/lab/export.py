@@ -33,8 +33,8 @@ class OpenModel(NamedTuple):
     tokens: bool  # whether it reads tokens, of which there may be any number
 
 
-class _OfTokens(nn.Module):
-    """The first output of a model of tokens, logits or last vectors, whose inputs are named as torch.export needs."""
+class _FirstOutput(nn.Module):
+    """The first output of a model, logits or last vectors, whose inputs are named as torch.export needs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -42,22 +42,12 @@ class _OfTokens(nn.Module):
         self.options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, decoder_input_ids: Tensor | None = None
-    ) -> Tensor:
-        rest = {"attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
-        chosen = {name: x for name, x in rest.items() if x is not None}
-        return self.model(input_ids=input_ids, **chosen, **self.options)[0]
-
-
-class _OfPixels(nn.Module):
-    """The first output of a model of pictures."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        return self.model(pixel_values=pixel_values)[0]
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None, pixel_values: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        named = {"input_ids": input_ids, "attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids,
+                 "pixel_values": pixel_values}  # fmt: skip
+        return self.model(**{name: x for name, x in named.items() if x is not None}, **self.options)[0]
 
 
 def opened(model: Any) -> OpenModel:
@@ -75,7 +65,7 @@ def opened(model: Any) -> OpenModel:
         def pixels(rows: int, length: int) -> dict[str, Tensor]:
             return {"pixel_values": torch.randn(rows, *shape, generator=torch.Generator().manual_seed(rows))}
 
-        return OpenModel(_OfPixels(model), pixels, {"pixel_values": {0: batch}}, None, False)
+        return OpenModel(_FirstOutput(model), pixels, {"pixel_values": {0: batch}}, None, False)
     longest, vocabulary = _longest(model), model.config.get_text_config().vocab_size
     if longest is not None and longest < 2:
         raise Unsupported(f"{type(model).__name__} takes {longest} tokens at most: no length can be left open")
@@ -93,7 +83,7 @@ def opened(model: Any) -> OpenModel:
             inputs["attention_mask"] = mask
         return inputs
 
-    return OpenModel(_OfTokens(model), draw, sizes, longest, True)
+    return OpenModel(_FirstOutput(model), draw, sizes, longest, True)
 
 
 def _longest(model: nn.Module) -> int | None:

@@ -29,7 +29,7 @@ def need(module: str, extra: str, purpose: str) -> ModuleType:
 
 @contextmanager
 def refusing(*also: type[Exception], where: str = "") -> Iterator[None]:
-    """Raise what the library refuses in the block, and ``also`` these, as an ``InputError`` beginning with ``where``."""
+    """Raise what the library refuses in the block, and ``also`` these, as ``InputError`` that begins with ``where``."""
     try:
         yield
     except InputError:
