@@ -346,7 +346,7 @@ def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
         if whole:
             rows = [torch.cat([parts[i] for i in whole], -2) for parts in split]
             mask = None if call.key_mask is None else torch.cat([masks[i] for i in whole], -1)  # type: ignore[misc]
-            lengths = Packing(*(tuple(sizes[i] for i in whole) for sizes in (queries, keys)))
+            lengths = Packing(tuple(queries[i] for i in whole), tuple(keys[i] for i in whole))
             run = partial(call.mechanism, w=call.w, is_causal=call.is_causal)
             out = packed.attend(run, rows[0], rows[1], rows[2], lengths, mask)
             outs |= dict(zip(whole, out.split(list(lengths.queries), -2), strict=True))
