@@ -224,13 +224,11 @@ def decoding(subject: ModelUnderTest, device: str = "cpu") -> Finding:
 def _joined(records: list[LayerTensors]) -> LayerTensors:
     """The records of single tokens, concatenated to one of the whole sequence."""
     names = [name for name in records[0] if all(name in record for record in records)]
-    return {
-        name: (
-            [torch.cat(tensors, 1) for tensors in zip(*(record[name][0] for record in records), strict=True)],
-            [torch.cat(tensors, 1) for tensors in zip(*(record[name][1] for record in records), strict=True)],
-        )
-        for name in names
-    }
+
+    def joined(name: str, part: int) -> list[Tensor]:
+        return [torch.cat(tensors, 1) for tensors in zip(*(record[name][part] for record in records), strict=True)]
+
+    return {name: (joined(name, 0), joined(name, 1)) for name in names}
 
 
 @law("threads")

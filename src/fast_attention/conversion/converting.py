@@ -204,9 +204,9 @@ class _Run:
         if self.teacher == "original":
             batches = [each.batch for each in chain(*prepared.values())]
             result.errors[stage] = goals.layer_errors(self.model, self.original, result.converted, batches)
-        self._limit()
+        self._bind(limited=True)
         self._measure(result, stage, self.model, prepared)
-        self._unlimit()
+        self._bind(limited=False)
         if not result.best or result.held_out_loss(stage) < result.held_out_loss(result.best):
             result.best = stage
         return result, {name: x.clone() for name, x in self.model.state_dict().items()}
@@ -297,25 +297,19 @@ class _Run:
         tokens = crossover.crossover(bound.mechanism, bound.shape, like, is_causal=is_causal)
         self.result.exact_up_to = min(tokens, self.teacher.tokens) if isinstance(self.teacher, Chunks) else tokens
 
-    def _limit(self) -> None:
-        """Let exact attention serve the queries that see few tokens, if that was asked for."""
-        tokens, like = self.result.exact_up_to, next(self.model.parameters())
-        if tokens is not None:
-            swapped, exact = layers_of(self.model), layers_of(self.original)
-            for name, bound in self.bounds.items():
-                swapped[name].bound = crossover.limited(bound, exact[name].bound, tokens, like)
-
-    def _unlimit(self) -> None:
-        """Let the mechanism serve all queries, as in training."""
-        swapped = layers_of(self.model)
+    def _bind(self, *, limited: bool) -> None:
+        """Let exact attention serve the queries that see few tokens, if that was asked for; or the mechanism all."""
+        tokens, like = self.result.exact_up_to if limited else None, next(self.model.parameters())
+        swapped, exact = layers_of(self.model), layers_of(self.original)
         for name, bound in self.bounds.items():
-            swapped[name].bound = bound
+            short = exact[name].bound
+            swapped[name].bound = bound if tokens is None else crossover.limited(bound, short, tokens, like)
 
     def _leave(self, stage: str, state: State, status: str) -> None:
         """Leave the model with the weights of a finished stage, behind exact attention for short inputs."""
-        self._unlimit()
+        self._bind(limited=False)
         self.model.load_state_dict(state)
-        self._limit()
+        self._bind(limited=True)
         self.result.best, self.result.status = stage, status
         if self.result.exact_up_to is not None:
             self.result.mechanism = repr(crossover.exact_below(self.mechanism, self.result.exact_up_to))

@@ -194,8 +194,7 @@ class HeldOutBatch(NamedTuple):
     """A batch that is never trained on, and what the teacher gives for it; None: the text is its own reference."""
 
     batch: Batch
-    reference: Tensor | None = None  # last hidden states (B, L, D)
-    sentences: Tensor | None = None  # embeddings (B, D)
+    targets: Targets | None = None  # of the hidden states the last alone
 
 
 @torch.no_grad()
@@ -267,7 +266,8 @@ class HiddenStates:
     def prepare(self, original: Any, batches: Sequence[Batch]) -> list[HeldOutBatch]:
         """Batches with the teacher's last hidden states and embeddings."""
         targets = (read(self.teacher, original, batch) for batch in batches)
-        return [HeldOutBatch(batch, t.states[-1], t.sentences) for batch, t in zip(batches, targets, strict=True)]
+        last = (Targets(each.states[-1:], each.sentences) for each in targets)
+        return [HeldOutBatch(*each) for each in zip(batches, last, strict=True)]
 
     def loss(self, model: Any, original: Any, batch: Batch) -> Tensor:
         """Errors of the hidden states behind every block, and 1 - cosine of the sentence embeddings."""
@@ -279,12 +279,12 @@ class HiddenStates:
 
     def scores(self, model: Any, batch: HeldOutBatch) -> Scores:
         """Cosines to the teacher: of the sentence embeddings and of single tokens."""
-        assert batch.reference is not None
-        assert batch.sentences is not None
+        targets = batch.targets
+        assert targets is not None
         output, mask = hidden(model, batch.batch)[-1].float(), tokens(batch.batch)
-        each = F.cosine_similarity(output, batch.reference.float(), dim=-1)
+        each = F.cosine_similarity(output, targets.states[-1].float(), dim=-1)
         return {
-            "sentences": F.cosine_similarity(pooled(output, mask), batch.sentences.float(), dim=-1),
+            "sentences": F.cosine_similarity(pooled(output, mask), targets.sentences.float(), dim=-1),
             "tokens": each.flatten() if mask is None else each[mask],
         }
 
