@@ -135,14 +135,6 @@ def test_no_imports_run_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_what_commands_share_knows_no_command() -> None:
-    """A file that stands beside the commands' folders imports none of them; the command line names them as text."""
-    for path in (SOURCE / "lab").glob("*.py"):
-        found = {node.module for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom)}
-        for folder in (each.parent.name for each in (SOURCE / "lab").glob("*/__init__.py")):
-            assert not any(f"{name}.".startswith(f"fast_attention.lab.{folder}.") for name in found), (path, folder)
-
-
 def test_no_shortcuts() -> None:
     breaches = [f"{path} is a heap: what does it hold?" for path in FILES if "utils" in path.stem]
     for path, node in nodes(ast.Call, ast.Global):
@@ -152,7 +144,7 @@ def test_no_shortcuts() -> None:
     assert not breaches, breaches
 
 
-LISTS = {"mechanisms/__init__.py", "contents.py", "known_names.py"}  # where mechanisms may be listed by name
+LISTS = {"mechanisms/__init__.py", "contents.py"}  # where mechanisms may be listed by name
 
 
 def named(node: ast.expr | None) -> str:

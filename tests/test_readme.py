@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fast_attention.lab.command_line import COMMANDS
+from fast_attention.lab.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -86,7 +86,7 @@ def test_the_page_of_long_texts_prints_what_it_shows(
     assert space["tokenizer"].model_max_length == 8192
     exec(swapping, space)
     assert "ByLength(long=BlockLocal(block_size=256))" in capsys.readouterr().out
-    source = (ROOT / "src/fast_attention/lab/convert.py").read_text(encoding="utf-8")
+    source = (ROOT / "src/fast_attention/lab/commands.py").read_text(encoding="utf-8")
     for option in re.findall(r"--([a-z-]+)", re.findall(r"fast-attention convert .*", page)[0]):
         assert f"    {option.replace('-', '_')}: " in source, option
 

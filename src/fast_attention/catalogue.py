@@ -16,13 +16,9 @@ from fast_attention.value import Value
 
 
 def _public(module: Any, kind: type) -> dict[str, type]:
-    classes = {}
-    for name, value in vars(module).items():
-        if not inspect.isclass(value) or not issubclass(value, kind) or value is Value or inspect.isabstract(value):
-            continue
-        if name[0] != "_":
-            classes[name] = value
-    return classes
+    classes = {name: value for name, value in vars(module).items() if inspect.isclass(value) and name[0] != "_"}
+    found = {name: value for name, value in classes.items() if issubclass(value, kind) and value is not Value}
+    return {name: value for name, value in found.items() if not inspect.isabstract(value)}
 
 
 def _of_users() -> dict[str, type]:
@@ -33,9 +29,7 @@ def _of_users() -> dict[str, type]:
     return {kind.__name__: kind for kind in kinds if not kind.__module__.startswith("fast_attention.")}
 
 
-_MECHANISMS: dict[str, type[Mechanism[Any, Any]]] = {
-    **_public(mechanisms, Mechanism),
-}
+_MECHANISMS: dict[str, type[Mechanism[Any, Any]]] = _public(mechanisms, Mechanism)
 _PARSER = Parser(
     "mechanism",
     "Softmax(scale=1.0)",

@@ -41,7 +41,3 @@ def _run(arguments: list[str]) -> int:
         return refusals.refuse(*refusals.refusal(error) or (1, ""))
     keep_memory()
     return command_line.run(arguments)
-
-
-if __name__ == "__main__":
-    main()

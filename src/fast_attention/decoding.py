@@ -37,8 +37,8 @@ class State(NamedTuple):
         """The state's mechanism and sizes in words, for errors."""
         drawn = f", drawn at random: {', '.join(map(repr, self.draw))} ..." if self.draw else ""
         return (
-            f"{self.mechanism}, batch {self.batch}, {self.heads} heads of widths {self.widths} ({_READ}), "
-            f"{self.dtype}{drawn}"
+            f"{self.mechanism}, batch {self.batch}, {self.heads} heads of widths {self.widths} "
+            f"(of what it reads of q, k, v), {self.dtype}{drawn}"
         )
 
 
@@ -61,9 +61,6 @@ class Rows(NamedTuple):
             if len(chosen := number[index[begin == place]]):
                 states.append(select(state, chosen))
         return Rows(begin, self.length, tuple(states))
-
-
-_READ = "of what it reads of q, k, v"
 
 
 def empty(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, w: Any) -> State:

@@ -115,10 +115,6 @@ def _bound(mechanism: Any, inputs: tuple[Tensor, ...]) -> Bound:
     named = dict(zip(names, inputs, strict=True))
     checks.tensors(**named)
     checks.rows(named, same_width=False)
-    first = inputs[0]
-    longest = max(x.shape[-2] for x in inputs)
-    if isinstance(mechanism, Attention):
-        shape = Shape(first.shape[-3], first.shape[-1], longest)
-    else:
-        shape = Shape(1, first.shape[-1], longest)
+    first, longest = inputs[0], max(x.shape[-2] for x in inputs)
+    shape = Shape(first.shape[-3] if isinstance(mechanism, Attention) else 1, first.shape[-1], longest)
     return Bound(mechanism, shape).to(first.device, first.dtype)

@@ -179,12 +179,11 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
     Infinite if they differ in shape or in what is not finite.
     """
-    ours, theirs = ours.detach(), theirs.detach()
-    if ours.shape != theirs.shape or not bool((ours.isfinite() == theirs.isfinite()).all()):
+    ours, theirs, finite = ours.detach(), theirs.detach(), ours.isfinite()
+    if ours.shape != theirs.shape or not bool((finite == theirs.isfinite()).all()):
         return float("inf")
-    scale = float(ours[ours.isfinite()].abs().max()) if bool(ours.isfinite().any()) else 0.0
-    largest_difference = float((ours - theirs)[ours.isfinite()].abs().max()) if bool(ours.isfinite().any()) else 0.0
-    return largest_difference / scale if scale else largest_difference
+    scale, largest = (float(x[finite].abs().max()) if bool(finite.any()) else 0.0 for x in (ours, ours - theirs))
+    return largest / scale if scale else largest
 
 
 def _root(error: BaseException) -> str:

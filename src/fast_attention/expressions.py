@@ -22,23 +22,14 @@ def quoted(text: str) -> str:
 
 @dataclass(frozen=True)
 class Parser:
-    """A parser for the values of one kind.
+    """A parser for the values of one kind."""
 
-    Args:
-        kind: Their name in errors, such as ``"mechanism"``.
-        example: A call as a user would write it, for errors.
-        base: The class of which every value of the kind is an instance.
-        values: Every class that may occur in a text, by name: those of the kind, and those of its settings.
-        names: The names of the kind's classes alone.
-        others: More classes by name, asked for where none of these is meant.
-    """
-
-    kind: str
-    example: str
-    base: type
-    values: dict[str, type]
-    names: tuple[str, ...]
-    others: Callable[[], dict[str, type]] = dict
+    kind: str  # in errors, such as "mechanism"
+    example: str  # a call as a user would write it, for errors
+    base: type  # the class of which every value of the kind is an instance
+    values: dict[str, type]  # every class that may occur in a text, by name: of the kind, and of its settings
+    names: tuple[str, ...]  # of the kind's classes alone
+    others: Callable[[], dict[str, type]] = dict  # more classes by name, asked for where none of these is meant
 
     def read(self, text: str) -> Any:
         """Parse a name (``"Local"``) or a call (``"Local(window=64)"``).
@@ -105,9 +96,8 @@ class Parser:
         kind = self.values.get(name) or self.others().get(name)
         if kind is None or not is_dataclass(kind) or inspect.isabstract(kind):
             near = self.nearest(name, (*self.values, *self.names))
-            near += (
-                "" if self.others is dict else " A class of yours must be imported first (commands: --import MODULE)."
-            )
+            if self.others is not dict:
+                near += " A class of yours must be imported first (commands: --import MODULE)."
             raise ValueError(f"{text}: no {self.kind} or value is called {name!r}.{near}")
         known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
         if len(args) > len(known):

@@ -221,12 +221,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def readable(header: Mapping[str, Any], expected: str, what: str) -> None:
-    """Raise unless ``header["format"]`` is the expected one.
-
-    Args:
-        header: A file's format, and the ``version`` that wrote it.
-        expected: The format, a name and a number: ``"fast-attention checkpoint 1"``.
-        what: The file's name in messages.
+    """Raise unless ``header["format"]`` is the expected one, a name and a number: ``"fast-attention checkpoint 1"``.
 
     Raises:
         Newer: The format has the same name and a higher number.

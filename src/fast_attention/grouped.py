@@ -22,14 +22,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Call a mechanism with queries (..., H, L, E), keys (..., G, S, E) and values (..., G, S, Ev), G a divisor of H.
 
-    Args:
-        mechanism: The mechanism.
-        q, k, v: Query head h gets the keys and values of head h // (H / G).
-        w: Weights, as in the mechanism's call, for H heads.
-        is_causal: As in the mechanism's call, and so are ``key_mask``, ``attn_mask`` and ``dropout``.
-        key_mask: Boolean (..., S), True = may be seen.
-        attn_mask: Boolean or additive.
-        dropout: Probability with which an attention weight is dropped.
+    Query head h gets the keys and values of head h // (H / G). All else is as in the mechanism's call, for H heads.
 
     Raises:
         ValueError: G does not divide H, or other sizes do not fit.

@@ -1,25 +1,21 @@
-"""A table of names that papers and libraries use for attentions, with the expression of ours for each."""
+"""Names that papers and libraries use for attentions, with the expression of ours for each: ``known_names.csv``."""
 
 from __future__ import annotations
 
+import csv
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 
 class Known(NamedTuple):
-    """A name from a paper or a library.
+    """A name from a paper or a library."""
 
-    Args:
-        name: The usual name, with variants after commas.
-        write: Our expression for it, or the nearest one.
-        exact: Whether it is the same mathematics.
-        note: Differences or remarks; may be empty.
-    """
-
-    name: str
-    write: str
-    exact: bool = True
-    note: str = ""
+    name: str  # the usual one, with variants after commas
+    write: str  # our expression for it, or the nearest one
+    exact: bool  # whether it is the same mathematics
+    note: str  # differences or remarks; may be empty
 
     @property
     def names(self) -> list[str]:
@@ -31,99 +27,13 @@ class Known(NamedTuple):
         return f"{text} ({self.note})" if self.note else text
 
 
-KNOWN = (
-    Known("FlashAttention, flash_attention_2, SDPA, memory-efficient attention, PagedAttention", "Softmax()",
-          note="exact, by torch's fused kernel"),
-    Known("exact attention, full attention, vanilla attention, dot-product attention, scaled dot-product attention, "
-          "Transformer, Transformers, self-attention, multi-head attention, multi-head self-attention, MHA, MHSA, "
-          "cross-attention", "Softmax()",
-          note="any mechanism serves several heads: MultiheadAttention(..., mechanism=...)"),
-    Known("grouped-query attention, GQA, multi-query attention, MQA", "Softmax()",
-          note="with fewer heads of keys: MultiheadAttention(..., num_kv_heads=...)"),
-    Known("Linear Transformer, Linear Transformers, Transformers are RNNs", "LinearAttention()"),
-    Known("Performer, FAVOR+, positive random features", "FavorPlus()",
-          note="its ReLU kernel: FavorPlus(kernel=Relu()); its first version: Favor()"),
-    Known("Random Feature Attention, RFA", "Favor()", note="RFA also scales queries and keys to length one"),
-    Known("Chefs' Random Tables, CRT, FAVOR++", "FavorPlusPlus()"),
-    Known("Fast Attention", "Manhattan()", note="its logarithms alone: LogAttention(); Performer's FAVOR: Favor()"),
-    Known("Hedgehog", "LearnedFeatures()"),
-    Known("Transformer-to-RNN, finetuning pretrained transformers into RNNs", "T2R()"),
-    Known("LoLCATs", "Hybrid(far=LearnedFeatures())"),
-    Known("Based", "LinearAttention(feature_map=Taylor())", note="Based alternates it with layers of Local()"),
-    Known("Efficient Attention", "LinearAttention(feature_map=SoftmaxMap())", False,
-          "there softmax of the keys runs over the sequence"),
-    Known("DPFP, deterministic parameter-free projection", "LinearAttention(feature_map=DPFP())"),
-    Known("RetNet, Retention, Lightning Attention", "DecayedLinearAttention(feature_map=Identity(), normalize=False)",
-          note="turn queries and keys by Rotary; RetNet's group normalisation is yours to add"),
-    Known("Gated Linear Attention, GLA",
-          "DecayedLinearAttention(feature_map=Identity(), gate='channel', normalize=False)",
-          note="gates from a full matrix of each head, not of low rank; GLA's output gate and normalisation are yours"),
-    Known("log-linear Mamba-2, log-linear Gated DeltaNet", "LogLinearAttention()", False,
-          "without the gates that decay its states"),
-    Known("mLSTM, xLSTM", "DecayedLinearAttention(gate='token')", False, "a decay for a token, without its input gate"),
-    Known("DeltaNet, Gated DeltaNet", "DecayedLinearAttention(gate='token')", False,
-          "a constant state that forgets, without the delta rule"),
-    Known("Mamba, Mamba-2, S4, S5, H3, state space model, SSM", "DecayedLinearAttention(gate='token')", False,
-          "no state-space models here: a constant state that forgets, too"),
-    Known("RWKV-4, RWKV, WKV operator, Receptance Weighted Key Value", "WKV()",
-          note="RWKV-4's; later versions keep a matrix for each head: DecayedLinearAttention(gate='token') is nearest"),
-    Known("Hyena, long convolution", "GMLP(toeplitz=True)", False, "a gate on weights of distance, learned one by one"),
-    Known("Attention Free Transformer, AFT", "AFTFull()", note="also AFTSimple(), AFTLocal(), AFTConv()"),
-    Known("Reformer, locality-sensitive hashing", "LSH()",
-          note="its reversible layers: Reversible"),
-    Known("Routing Transformer, Clustered Attention, SMYRF", "LSH()", False, "buckets by hashing instead of k-means"),
-    Known("Longformer, sliding window, sliding window attention, window attention, banded attention, Mistral",
-          "Local(window=128)", note="128 keys on each side; Longformer's global tokens: BigBird(num_global_tokens=1)"),
-    Known("dilated sliding window, dilated attention", "Local(window=64, dilation=4)"),
-    Known("LongNet", "Local(window=64, dilation=(1, 4, 16))", False,
-          "rates by heads, in windows that slide, where LongNet has segments"),
-    Known("Sparse Transformer, strided attention", "BigBird()", False,
-          "all earlier multiples of one stride l: Local(window=..., dilation=l)"),
-    Known("MoBA, Mixture of Block Attention, FlashMoBA", "Selected(block_size=64, topk=8)",
-          note="every query chooses for itself where causal; noncausal, blocks of queries choose"),
-    Known("SLA, Sparse-Linear Attention, SPLA", "Hybrid(near=Selected())", False,
-          "by top k of blocks instead of a share, and one normaliser for both parts in place of a trained projection"),
-    Known("Native Sparse Attention, NSA, DeepSeek Sparse Attention, DSA", "Selected()", False,
-          "chosen blocks alone, without trained compression"),
-    Known("ETC, Extended Transformer Construction", "BigBird(num_global_tokens=1)", False,
-          "its relative positions are a table of another kind: BigBird(bias=T5Buckets()) has T5's"),
-    Known("Transformer-XL, segment recurrence", "BlockLocal(before=1, after=0, bias=TransformerXL())", False,
-          "a block sees itself and the one before it, in one pass"),
-    Known("attention with linear biases, BLOOM, MPT", "Softmax(bias=ALiBi())", note="in a window: Local(bias=ALiBi())"),
-    Known("T5, relative position bias", "Softmax(bias=T5Buckets())", note="T5 gives no scale: Softmax(scale=1.0, ...)"),
-    Known("NATTEN, neighborhood attention, neighbourhood attention, Neighborhood Attention Transformer, NAT",
-          "Local2d(64, 64, window=7)", note="height and width of the grid, row by row; its kernel_size is window"),
-    Known("DiNAT, dilated neighborhood attention, Dilated Neighborhood Attention Transformer",
-          "Local2d(64, 64, window=7, dilation=4)"),
-    Known("Swin, Swin Transformer, shifted window attention, SwinV2", "BlockLocal2d(56, 56)", False,
-          "without its bias of relative positions; the layers in between: BlockLocal2d(56, 56, shift=3)"),
-    Known("ViTDet, SAM, Segment Anything", "BlockLocal2d(64, 64, block_size=14)", False,
-          "without its bias of relative positions; pad the image to whole blocks for its own borders"),
-    Known("gpt-oss, learned sinks, attention sink logits", "Softmax(sinks=True)",
-          note="also Local, BlockLocal, BigBird, Selected, Local2d, Hybrid(near=BlockLocal(sinks=True))"),
-    Known("StreamingLLM, attention sinks", "Hybrid(first=4)", False,
-          "exact first tokens and window too; what lies between is estimated, not dropped"),
-    Known("Nystromformer", "Nystrom()", note="Nystromformer adds a depthwise convolution of the values to it"),
-    Known("LARA, linear randomized attention", "FavorPlus()", False,
-          "random features too, drawn around zero; landmarks of neighbours: Nystrom()"),
-    Known("Agent, Agent Attention, Agent Transformer", "Nystrom()", False,
-          "by way of means of neighbours too, of queries and of keys"),
-    Known("ABC, Attention with Bounded-memory Control, ABC-MLP", "Linformer()", False,
-          "slots are written by position; causal with a state of constant size: LearnedFeatures()"),
-    Known("Gated Slot Attention, GSA", "DecayedLinearAttention(gate='token')", False,
-          "a constant state that forgets, read in one pass instead of two"),
-    Known("Perceiver, Set Transformer, latent attention", "Linformer()", False,
-          "few queries can attend by any mechanism whose traits grant cross"),
-    Known("Sparse Sinkhorn Attention", "Sinkhorn()"),
-    Known("SortCut Sinkhorn", "SortCut()"),
-    Known("Synthesizer", "DenseSynthesizer()",
-          note="also RandomSynthesizer(), MixtureSynthesizer() and the factorized ones"),
-    Known("Fourier Transformer, Fourier mixing", "FNet()"),
-    Known("Mixer", "MLPMixer()"),
-    Known("aMLP", "GMLP(attention_dim=64)"),
-    Known("Primer, squared ReLU attention", "ReLUAttention(power=2)"),
-    Known("ReLUFormer, Rectified Linear Attention, ReLA", "ReLUAttention()", False, "ReLA normalises by a gated norm"),
-)  # fmt: skip
+def _read() -> Iterator[Known]:
+    with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            yield Known(row["name"], row["write"], row["exact"] == "yes", row["note"])
+
+
+KNOWN = (*_read(),)
 
 
 def simple(name: str) -> str:

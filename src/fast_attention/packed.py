@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
@@ -40,10 +40,13 @@ class Packs(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """How many queries and keys each of the packed sequences has, in their order."""
+    """How many queries and keys each of the packed sequences has, in their order, and how a caller gave them."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
+    names: tuple[str, str] = field(default=("lengths_q", "lengths_k"), compare=False)  # the arguments, for errors
+    borders: bool = field(default=False, compare=False)  # whether borders were given, rather than lengths
+    is_pair: bool = field(default=True, compare=False)  # whether both were given, rather than one for both
 
     @property
     def longest(self) -> int:
@@ -57,19 +60,8 @@ class Packing:
             members.setdefault(sizes, []).append(i)
         yield from members.values()
 
-
-@dataclass(frozen=True)
-class PackedLengths:
-    """Packed sequences in a caller's words: names of the arguments, sizes, whether borders or a pair were given."""
-
-    names: tuple[str, str]
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    borders: bool
-    is_pair: bool
-
-    def of(self, queries: int, keys: int) -> Packing:
-        """The sequences of so many packed queries and keys; ``ValueError`` where these are others."""
+    def fitted(self, queries: int, keys: int) -> Packing:
+        """These sequences, if they are of so many packed queries and keys; ``ValueError`` where these are others."""
         name = self.names[0]
         if not self.is_pair and queries != keys:
             raise ValueError(
@@ -79,7 +71,7 @@ class PackedLengths:
             if (total := sum(sizes)) != tokens:
                 entry = f"{each}[{len(sizes)}]" if self.borders else f"the sum of {each}"
                 raise ValueError(f"{entry} is {total} and there are {tokens} tokens: it must be their number")
-        return Packing(self.queries, self.keys)
+        return self
 
 
 def packing(
@@ -88,14 +80,8 @@ def packing(
 ) -> Packing | None:  # fmt: skip
     """The packed sequences that a caller's ``cu_seqlens`` or ``lengths`` describe; None where both are None.
 
-    Args:
-        cu_seqlens: Where sequences begin and the last one ends, (sequences + 1,), int32 or int64: 0, ..., number of
-            tokens. An entry equal to the one before is an empty sequence. A pair: those of queries and of keys.
-        lengths: Instead of it the number of tokens of each sequence, or a pair; as Python's ints also in traced code.
-        queries: Number of queries in the packed tensor.
-        keys: Number of keys.
-        attn_mask: A mask given beside them, which is refused.
-        name: What errors call ``cu_seqlens``.
+    Both are as in ``fast_attention.attention``. There are so many ``queries`` and ``keys``; an ``attn_mask`` beside
+    them is refused. ``name`` is what errors call ``cu_seqlens``.
 
     Raises:
         TypeError: They are no whole numbers.
@@ -103,13 +89,13 @@ def packing(
         Unsupported: Numbers of a tensor are asked for where code is traced.
     """
     sequences = packed_lengths(cu_seqlens, lengths, attn_mask, name=name)
-    return None if sequences is None else sequences.of(queries, keys)
+    return None if sequences is None else sequences.fitted(queries, keys)
 
 
 def packed_lengths(
     cu_seqlens: CuSeqlens | None, lengths: Lengths | None, attn_mask: Tensor | None = None, *, name: str = "cu_seqlens"
-) -> PackedLengths | None:  # fmt: skip
-    """Description of packed sequences, as ``packing`` takes it, before it is known how many tokens there are."""
+) -> Packing | None:  # fmt: skip
+    """The packed sequences, as ``packing`` takes them, before it is known how many tokens there are."""
     if cu_seqlens is None and lengths is None:
         return None
     if cu_seqlens is not None and lengths is not None:
@@ -123,7 +109,7 @@ def packed_lengths(
     read, borders = (_checked_lengths, False) if cu_seqlens is None else (_checked_borders, True)
     if not _is_pair(given):
         sizes = read(name, given)
-        return PackedLengths((name, name), sizes, sizes, borders, is_pair=False)
+        return Packing(sizes, sizes, (name, name), borders, is_pair=False)
     names = (f"{name}_q", f"{name}_k")
     queries, keys = (read(each, x) for each, x in zip(names, given, strict=True))
     if len(queries) != len(keys):
@@ -131,7 +117,7 @@ def packed_lengths(
             f"{names[0]} has {len(queries)} sequences and {names[1]} has {len(keys)}: every sequence of queries needs "
             "one of keys, if an empty one"
         )
-    return PackedLengths(names, queries, keys, borders, is_pair=True)
+    return Packing(queries, keys, names, borders)
 
 
 def attend(
@@ -140,12 +126,8 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Attend within each sequence of q (..., H, T, E), k (..., H, S, E) and v (..., H, S, Ev): outputs (..., H, T, Ev).
 
-    Args:
-        call: ``(q, k, v, key_mask=) -> outputs`` of a batch of sequences that are no longer packed, (batch, H, L, E).
-        q, k, v: The packed tensors.
-        sequences: Their lengths.
-        key_mask: Boolean (..., S), True = may be seen, or None.
-        kernel: ``packed_kernel(...)``, for a mechanism that may take all sequences in one computation.
+    ``call(q, k, v, key_mask=)`` attends in a batch of sequences that are no longer packed, (batch, H, L, E); a
+    ``kernel`` of ``packed_kernel`` may take all sequences in one computation.
 
     Raises:
         ValueError: The tensors do not fit one another.

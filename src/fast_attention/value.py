@@ -36,7 +36,6 @@ class Value:
         @functools.wraps(post_init)
         def checked(self: Any) -> None:
             plain_numbers(self)
-            _no_classes(self)
             try:
                 post_init(self)
             except (TypeError, AttributeError):
@@ -48,7 +47,6 @@ class Value:
 
     def __post_init__(self) -> None:
         plain_numbers(self)
-        _no_classes(self)
         if not torch.compiler.is_compiling():
             typed(self)
             object.__setattr__(self, "_expression", repr(self))
@@ -70,22 +68,19 @@ class Value:
 
 
 def plain_numbers(owner: Any) -> None:
-    """Replace the numbers among a frozen value's settings by Python's: numpy's have a repr that is no expression."""
-    if torch.compiler.is_compiling():
-        return
-    for name, value in vars(owner).items():
-        if (plain := _plain(value)) is not value:
-            object.__setattr__(owner, name, plain)
+    """Replace the numbers among a frozen value's settings by Python's: numpy's have a repr that is no expression.
 
-
-def _no_classes(owner: Any) -> None:
-    """Raise a ``ValueError`` where a setting is a class of values in place of a value."""
+    Raises:
+        ValueError: A setting is a class of values in place of a value.
+    """
     if torch.compiler.is_compiling():
         return
     for name, value in vars(owner).items():
         if isinstance(value, type) and issubclass(value, Value):
             kind = value.__name__
             raise ValueError(f"{type(owner).__name__}({name}={kind}): {kind} is a class: write {kind}()")
+        if (plain := _plain(value)) is not value:
+            object.__setattr__(owner, name, plain)
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fast_attention import FavorPlusPlus, from_pretrained, swap
 from fast_attention import convert as convert_by_length
-from fast_attention.conversion import Chunks, Conversion, ConversionSettings, goals, transfer
+from fast_attention.conversion import Chunks, Conversion, ConversionSettings, goals
 from fast_attention.integrations import crossover
 from fast_attention.integrations.swapped import layers_of
 from fast_attention.mechanism import Unsupported
@@ -180,7 +180,7 @@ def test_gradients_reach_the_mechanism_only(name: str) -> None:
     assert name == "llama" or told.best != "swapped"
     original = copy.deepcopy(untrained).requires_grad_(False)
     swap(original, "Softmax")
-    transfer.errors(untrained, original, told.layers, [padded(0)], Tensor.backward)
+    goals.layer_errors(untrained, original, told.layers, [padded(0)], Tensor.backward)
     inside = tuple(f"{layer}." for layer in told.layers)
     for each, parameter in untrained.named_parameters():
         assert (parameter.grad is not None) == each.startswith(inside), each
@@ -408,24 +408,18 @@ def test_minutes_are_kept() -> None:
 
 
 def test_what_a_program_has_set_stays() -> None:
-    """Its random numbers go on, and accelerate, whose settings all of a process share, keeps the program's."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
+    """Its random numbers go on, and its weights stay as wide as they are under autocast."""
     model = bert(0).bfloat16()
     torch.manual_seed(5)
     before = torch.get_rng_state()
     told = convert(model, "FavorPlus(num_features=4)", batch, HELD, settings=QUICK)
     assert torch.equal(torch.get_rng_state(), before)
     assert told.figures["original"]["loss"] == pytest.approx(1.0, abs=1e-6), "figures of 16 bits are taken in 32"
-    ours, kinds, model = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=3, cpu=True), set(), bert(0)
+    kinds, model = set(), bert(0)
     part = model.encoder.layer[0].output.dense
     part.register_forward_hook(lambda module, inputs, output: kinds.add(output.dtype))
     convert(model, MECHANISM, batch, HELD, settings=replace(STEPS, precision="bfloat16"))
     assert (kinds, part.weight.dtype) == ({torch.float32, torch.bfloat16}, torch.float32)
-    assert (ours.mixed_precision, ours.gradient_accumulation_steps) == ("bf16", 3)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Silent(nn.Module):

@@ -9,7 +9,7 @@ FAULTS = [
     Fault("a checkpoint is of any model of a class and size", "conversion/outcome.py", "return digest.hexdigest()[:16]",
           "return ''", _API + "killed"),
     Fault("Ctrl-C leaves a stage half trained", "conversion/converting.py",
-          "        self.model.load_state_dict(state)\n        self._limit()", "        self._limit()", _API + "ctrl_c"),
+          "        self.model.load_state_dict(state)\n        self._bind(", "        self._bind(", _API + "ctrl_c"),
     Fault("a training that made it worse is kept", "conversion/converting.py",
           "self._leave(self.result.best, self.best", "self._leave(self.result.best, self.finished", _API + "made_it_worse"),
     Fault("a text that is trained on chooses the stage", "conversion/outcome.py", "if not name.startswith(TRAINED)", "if name",
@@ -28,8 +28,6 @@ FAULTS = [
           "replace(mechanism, short=exact.mechanism), exact.w", "mechanism, ()", _API + "positions"),
     Fault("a failed conversion leaves what it trained", "conversion/converting.py",
           "self.model.load_state_dict({name: state[name] for name in self.model.state_dict()})", "pass", _API + "failure"),
-    Fault("a program's own accelerator is changed", "conversion/converting.py", "            each.update(values)\n", "",
-          _API + "program_has_set"),
     Fault("the held-out chunks are of the trained text", "lab/texts.py", "self._held_out_groups(held_out.name, document)",
           "self._held_out_groups(held_out.name, read[0])", _COMMAND + "another_text_judges"),
 ]  # fmt: skip

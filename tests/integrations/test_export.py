@@ -28,8 +28,9 @@ from fast_attention import (
     swap,
 )
 from fast_attention.engine import scan
-from fast_attention.lab import command_line, export
-from fast_attention.lab.open_model import opened
+from fast_attention.lab import command_line
+from fast_attention.lab.commands import TOLERANCE
+from fast_attention.lab.export import opened
 from tests.cases import DISTINCT, bind, qkv, some_keys, uncached
 
 onnx = pytest.importorskip("onnx")
@@ -320,7 +321,7 @@ def test_hugging_face_models(kind: str, mechanism: str, tmp_path: Path, capsys: 
             inputs["decoder_input_ids"] = torch.randint(5, 99, (2, 11))
     with torch.no_grad():
         wanted = model(**inputs)[0]
-    assert exporting.difference(wanted, run(inputs)[0]) < export.TOLERANCE
+    assert exporting.difference(wanted, run(inputs)[0]) < TOLERANCE
 
 
 def test_a_program_of_torch_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,7 +334,7 @@ def test_a_program_of_torch_export(tmp_path: Path, capsys: pytest.CaptureFixture
     inputs["attention_mask"] = (torch.arange(51) < torch.tensor([[51], [40]])).long()
     with torch.no_grad():
         wanted = model(**inputs)[0]
-    assert exporting.difference(wanted, exporting.load(tmp_path / "out.pt2")(inputs)[0]) < export.TOLERANCE
+    assert exporting.difference(wanted, exporting.load(tmp_path / "out.pt2")(inputs)[0]) < TOLERANCE
 
 
 def test_a_model_of_fewer_tokens_than_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,9 @@ import torch
 
 from fast_attention import catalogue
 from fast_attention.lab import advice, command_line, compare, measure
-from fast_attention.lab.accuracy import Scene
 from fast_attention.lab.advice import ORDER, Advised, Question, answer, ranked
 from fast_attention.lab.capture import Gaussian
+from fast_attention.lab.compare import Scene
 from fast_attention.lab.measure import Competitor, Passes, Setting
 from fast_attention.lab.records import EXACT, Cell, Comparison, Error
 from fast_attention.lab.verdicts import LONG
@@ -304,7 +304,7 @@ def test_a_row_has_the_error_and_the_speed_of_one_length() -> None:
     """An error at fewer tokens stands in words that name them, not in the column beside a speed at more."""
     found = Advised({"length": 2048, "budget": 0.1, "pass": "forward"}, *_cells_and_errors())
     found.answer(parsed("Local(window=2)", "FavorPlus", "BlockLocal"))
-    rows = {row[0]: row for row, _ in advice.ranking(found).values}
+    rows = {row[0]: row for row, _ in advice.ranking(found).rows}
     shown = {row[0].text: (row[2].text, row[6].text) for row in rows.values()}
     assert shown["BlockLocal()"] == ("30 % / 30 %", "median error beyond 10 %")
     assert shown["Local(window=2)"][0] == shown["FavorPlus()"][0] == "-"

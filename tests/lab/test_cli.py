@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from fast_attention import __version__, catalogue, cli, extras, files
-from fast_attention.lab import command_line, inputs, listing, measure, options, refusals
-from fast_attention.lab.command_line import COMMANDS
+from fast_attention.lab import command_line, commands, inputs, measure, refusals
+from fast_attention.lab.commands import COMMANDS
 from fast_attention.value import SEEDS
 
 GAUSSIAN = ["--model", "gaussian", "--mechanisms", "FNet", "--lengths", "8", "--no-backward", "--budget", "5"]
@@ -124,10 +125,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_every_failure_has_its_code(
     error: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(**options: Any) -> None:
+    def broken() -> None:
         raise error
 
-    monkeypatch.setattr(listing, "list_command", broken)
+    monkeypatch.setattr(catalogue, "names", broken)
     found, _, err = run(capsys, "list")
     assert found == code
     assert words in err
@@ -206,8 +207,8 @@ def test_check_tells_kept_from_broken_in_any_module(
 
 
 def test_options_agree_with_what_torch_and_values_take() -> None:
-    assert options.SEED == SEEDS - 1
-    assert all(str(inputs.dtype(name)) == f"torch.{name}" for name in options.DTYPES)
+    assert commands.SEED == SEEDS - 1
+    assert all(str(inputs.dtype(name)) == f"torch.{name}" for name in refusals.DTYPES)
     assert inputs.numbers("--keep-layers", "0, 12") == [0, 12]
     with pytest.raises(inputs.InputError, match="--keep-layers ²,0: write numbers"):
         inputs.numbers("--keep-layers", "²,0")
@@ -234,13 +235,15 @@ def test_an_encoding_that_lacks_a_character_is_no_traceback(monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_says_all_that_a_command_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its file is read without libraries then: what it takes must be the same. No example ends in an ellipsis."""
-    module = f"fast_attention.lab.{COMMANDS[name]}"
-    read, command = options.taken(module, f"{name}_command"), vars(__import__(module, fromlist="_"))[f"{name}_command"]
-    assert inspect.signature(read) == inspect.signature(command)
-    assert read.__doc__ == command.__doc__
+    """Every option by its name, or the one that its declaration gives. No example ends in an ellipsis."""
     code, out, _ = run(capsys, name, "-h")
     assert code == 0
+    for parameter, each in inspect.signature(COMMANDS[name], eval_str=True).parameters.items():
+        declared = each.annotation.__metadata__[0]
+        if isinstance(declared, typer.models.OptionInfo):
+            given = [x for x in (declared.default, *(declared.param_decls or ())) if str(x).startswith("--")]
+            named = given[0].split("/") if given else [f"--{parameter.replace('_', '-')}"]
+            assert all(word in out for word in named), named
     assert "\u2026" not in out
 
 

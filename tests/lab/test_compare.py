@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from fast_attention import Bound, Mixer, Shape, catalogue, clock, extend
 from fast_attention.lab import compare, loading, measure, pictures, report, texts, verdicts
-from fast_attention.lab.accuracy import Scene, measurable, relative_rms
 from fast_attention.lab.capture import Gaussian, HuggingFace
+from fast_attention.lab.compare import Scene, measurable, relative_rms
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.records import EXACT, Cell, Comparison, Error
@@ -534,9 +534,9 @@ def test_a_row_has_the_error_and_the_speed_of_one_length() -> None:
     assert [head for head in table.heads if any(digit in head for digit in "125")] == [
         "error at 512", "speed at 512", "memory at 512",
     ]  # fmt: skip
-    shown = {values[0].text: [value.text for value in values] for values, _ in table.values}
+    shown = {values[0].text: [value.text for value in values] for values, _ in table.rows}
     assert shown["Local()"][1:4] == ["51 %", "2x", "from 512"]
-    rows = {(values[0].text, values[1].text): (values[2].text, values[3].text) for values, _ in every.values}
+    rows = {(values[0].text, values[1].text): (values[2].text, values[3].text) for values, _ in every.rows}
     known = {length: rows["Local()", f"{length:,}"] for length in record.meta["lengths"]}
     assert known == {128: ("13 %", "0.25x"), 256: ("26 %", "0.5x"), 512: ("51 %", "2x"), 1024: ("-", "5x")}
     record.errors.clear()

@@ -14,7 +14,7 @@ from fast_attention import ByLength, LinearAttention, Local, packed
 from fast_attention.parallel import Shards, attend, collectives, decode, strategy
 from fast_attention.parallel.attending import packed_over
 from fast_attention.parallel.shards import Call, Sizes
-from fast_attention.parallel.states import leaves
+from fast_attention.parallel.strategies import leaves
 from tests.cases import bind, qkv, some_keys
 from tests.parallel import HEADS, LENGTHS, cut, differences, gradients, join, largest, leave, message, spread, wrong
 from tests.parallel.test_parallel import TRIED

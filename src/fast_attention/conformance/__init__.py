@@ -118,10 +118,8 @@ def check_model(
         TypeError: It is no ``nn.Module``, such as a name.
     """
     is_module("model", model)
-    subject, modes = (
-        whole_model.of(model, causal=causal, length=length),
-        {module: module.training for module in model.modules()},
-    )
+    subject = whole_model.of(model, causal=causal, length=length)
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         return LawReport(subject.name, tuple(law(subject) for law in whole_model.LAWS))

@@ -28,31 +28,18 @@ LENGTH = 21  # no multiple of any block; a model that reads fewer tokens is give
 
 @dataclass(frozen=True)
 class ModelUnderTest:
-    """A model as the laws call it.
+    """A model as the laws call it."""
 
-    Args:
-        name: Its name in reports.
-        module: The model, in evaluation mode.
-        run: ``(tokens (B, L), key_mask (B, L) or None) -> outputs (B, L, ...)``.
-        vocab_size: Kinds of tokens.
-        causal: Whether later tokens must not move earlier outputs.
-        packed: ``(tokens (1, L), position_ids (1, L)) -> outputs``; None where the model takes no ``position_ids``.
-        step: ``(tokens (B, 1), state or None) -> outputs, state`` with the model's own cache; None where it keeps none.
-        masks: Whether ``run`` takes a ``key_mask``.
-        length: Tokens of a sequence, L.
-        padded_step: ``step`` of a padded batch: it takes the key mask of all tokens so far, too.
-    """
-
-    name: str
-    module: nn.Module
-    run: Callable[[Tensor, Tensor | None], Tensor]
+    name: str  # in reports
+    module: nn.Module  # in evaluation mode
+    run: Callable[[Tensor, Tensor | None], Tensor]  # tokens (B, L), key_mask (B, L) or None -> outputs (B, L, ...)
     vocab_size: int
-    causal: bool
-    packed: Callable[[Tensor, Tensor], Tensor] | None = None
-    step: Callable[[Tensor, Any], tuple[Tensor, Any]] | None = None
-    masks: bool = True
-    length: int = LENGTH
-    padded_step: Callable[[Tensor, Any, Tensor], tuple[Tensor, Any]] | None = None
+    causal: bool  # whether later tokens must not move earlier outputs
+    packed: Callable[[Tensor, Tensor], Tensor] | None = None  # tokens (1, L), position_ids (1, L) -> outputs
+    step: Callable[[Tensor, Any], tuple[Tensor, Any]] | None = None  # tokens (B, 1), state or None -> outputs, state
+    masks: bool = True  # whether ``run`` takes a ``key_mask``
+    length: int = LENGTH  # tokens of a sequence
+    padded_step: Callable[[Tensor, Any, Tensor], tuple[Tensor, Any]] | None = None  # with the key mask of all so far
 
     @property
     def padding(self) -> int:
@@ -237,13 +224,11 @@ def decoding(subject: ModelUnderTest, device: str = "cpu") -> Finding:
 def _joined(records: list[LayerTensors]) -> LayerTensors:
     """The records of single tokens, concatenated to one of the whole sequence."""
     names = [name for name in records[0] if all(name in record for record in records)]
-    return {
-        name: (
-            [torch.cat(tensors, 1) for tensors in zip(*(record[name][0] for record in records), strict=True)],
-            [torch.cat(tensors, 1) for tensors in zip(*(record[name][1] for record in records), strict=True)],
-        )
-        for name in names
-    }
+
+    def joined(name: str, part: int) -> list[Tensor]:
+        return [torch.cat(tensors, 1) for tensors in zip(*(record[name][part] for record in records), strict=True)]
+
+    return {name: (joined(name, 0), joined(name, 1)) for name in names}
 
 
 @law("threads")

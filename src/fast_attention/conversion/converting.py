@@ -6,8 +6,7 @@ import copy
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_attention import catalogue, extras
-from fast_attention.conversion import goals, outcome, transfer
-from fast_attention.conversion.goals import Batch, Chunks, HeldOutBatch, Teacher
-from fast_attention.conversion.outcome import STAGES, Conversion, Diverged, State
-from fast_attention.conversion.settings import ConversionSettings
-from fast_attention.conversion.transfer import layers_of
+from fast_attention import catalogue
+from fast_attention.conversion import goals, outcome
+from fast_attention.conversion.goals import Batch, Chunks, HeldOutBatch, Teacher, layers_of
+from fast_attention.conversion.outcome import STAGES, Conversion, ConversionSettings, Diverged, State
 from fast_attention.integrations import crossover, swap, swap_back
 from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.integrations.modules import restored_generators
@@ -75,7 +72,6 @@ def convert(
 
     Raises:
         Unsupported: No layer can run the mechanism, or the model is no Hugging Face model, or both encoder and decoder.
-        ModuleNotFoundError: accelerate is not installed.
         TypeError: ``settings`` are none.
         ValueError: An argument cannot be used, or the checkpoint is damaged or another conversion's.
         Diverged: The training loss is not finite.
@@ -104,9 +100,7 @@ def convert(
     if path is not None and path.is_dir():
         raise ValueError(f"checkpoint={str(path)!r} is a folder: name a file, such as one in it")
     goal = goals.goal_of(model, teacher)
-    with _accelerator(next(model.parameters()).device, settings) as accelerator:
-        run = _Run(model, parsed, batches, goal, settings, keep, exact_up_to, teacher, watch, accelerator)
-        return run.run(groups, path, resume)
+    return _Run(model, parsed, batches, goal, settings, keep, exact_up_to, teacher, watch).run(groups, path, resume)
 
 
 def _groups(held_out: Sequence[Batch] | Groups) -> Groups:
@@ -121,36 +115,16 @@ def _groups(held_out: Sequence[Batch] | Groups) -> Groups:
     return groups
 
 
-@contextmanager
-def _accelerator(device: torch.device, settings: ConversionSettings) -> Iterator[Any]:
-    """An ``Accelerator`` for the block. The program's own, with which it would share settings, is left as it was."""
-    try:
-        from accelerate import Accelerator, state
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"convert needs {error.name}: {extras.install('hf')}", name=error.name) from error
-    shared = [each._shared_state for each in (state.PartialState, state.AcceleratorState, state.GradientState)]
-    before = [dict(each) for each in shared]
-    for each in shared:
-        each.clear()
-    precision = "bf16" if settings.precision == "bfloat16" else "no"
-    try:
-        yield Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
-    finally:
-        for each, values in zip(shared, before, strict=True):
-            each.clear()
-            each.update(values)
-
-
 class _Run:
     """A conversion under way: the model, a frozen copy of the original, and the states of the finished stages."""
 
     def __init__(
         self, model: Any, mechanism: Any, batches: Callable[[int], Batch], goal: goals.Goal,
         settings: ConversionSettings, keep: Sequence[int], exact_up_to: ExactUpTo | None, teacher: Teacher,
-        watch: Watch, accelerator: Any,
+        watch: Watch,
     ) -> None:  # fmt: skip
         self.model, self.mechanism, self.batches, self.goal, self.settings = model, mechanism, batches, goal, settings
-        self.exact_up_to, self.teacher, self.watch, self.accelerator = exact_up_to, teacher, watch, accelerator
+        self.exact_up_to, self.teacher, self.watch = exact_up_to, teacher, watch
         swap_back(model)
         self.original = copy.deepcopy(model).eval().requires_grad_(False)
         swap(self.original, "Softmax")
@@ -224,22 +198,22 @@ class _Run:
         """Train and measure a stage: the result with its figures, and the model's state."""
         result = copy.deepcopy(self.result)
         if stage == "swapped":
-            transfer.calibrate(self.model, self.original, result.converted, self._checked(self.batches(0)))
+            goals.calibrate(self.model, self.original, result.converted, self._checked(self.batches(0)))
         else:
             self._train(stage, result)
         if self.teacher == "original":
             batches = [each.batch for each in chain(*prepared.values())]
-            result.errors[stage] = transfer.errors(self.model, self.original, result.converted, batches)
-        self._limit()
+            result.errors[stage] = goals.layer_errors(self.model, self.original, result.converted, batches)
+        self._bind(limited=True)
         self._measure(result, stage, self.model, prepared)
-        self._unlimit()
+        self._bind(limited=False)
         if not result.best or result.held_out_loss(stage) < result.held_out_loss(result.best):
             result.best = stage
         return result, {name: x.clone() for name, x in self.model.state_dict().items()}
 
     def _train(self, stage: str, result: Conversion) -> None:
         """Take the steps of a stage: none if it has no time, or nothing to train."""
-        settings, accelerator, words = self.settings, self.accelerator, TRAINING[stage]
+        settings, words = self.settings, TRAINING[stage]
         share = settings.share * (self.teacher == "original")  # no transfer from a teacher that reads chunks
         fraction = share if stage == "transferred" else 1 - share
         groups = self._weights(stage)
@@ -247,22 +221,23 @@ class _Run:
         trained = [parameter.requires_grad_(True) for group in groups for parameter in group["params"]]
         if not trained or not fraction:
             return
-        optimiser = accelerator.prepare_optimizer(torch.optim.AdamW(groups, lr=0.0, betas=BETAS, fused=True), False)
+        optimiser = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, fused=True)
+        low = torch.autocast(trained[0].device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
         step, seconds, mean, start = 0, 0.0, None, time.monotonic()
         while settings.done(fraction, step, seconds) < 1.0:
             pace, batch = settings.pace(fraction, step, seconds), self._checked(self.batches(result.steps))
             if stage == "transferred":
-                with accelerator.autocast():
-                    errors = transfer.errors(
-                        self.model, self.original, result.converted, [batch], accelerator.backward
+                with low:
+                    errors = goals.layer_errors(
+                        self.model, self.original, result.converted, [batch], Tensor.backward
                     )  # fmt: skip
                 loss = sum(errors.values()) / len(errors)
             else:
-                with accelerator.autocast():
+                with low:
                     total = self.goal.loss(self.model, self.original, batch)
                 if total.requires_grad:  # a window over everything has nothing to train
-                    accelerator.backward(total)
-                accelerator.clip_grad_norm_(trained, settings.clip or math.inf)
+                    total.backward()
+                torch.nn.utils.clip_grad_norm_(trained, settings.clip or math.inf)
                 loss = float(total.detach())
             if not math.isfinite(loss):
                 raise Diverged(f"in the {words}, at step {step}, the loss is {loss}: try lower rates")
@@ -322,25 +297,19 @@ class _Run:
         tokens = crossover.crossover(bound.mechanism, bound.shape, like, is_causal=is_causal)
         self.result.exact_up_to = min(tokens, self.teacher.tokens) if isinstance(self.teacher, Chunks) else tokens
 
-    def _limit(self) -> None:
-        """Let exact attention serve the queries that see few tokens, if that was asked for."""
-        tokens, like = self.result.exact_up_to, next(self.model.parameters())
-        if tokens is not None:
-            swapped, exact = layers_of(self.model), layers_of(self.original)
-            for name, bound in self.bounds.items():
-                swapped[name].bound = crossover.limited(bound, exact[name].bound, tokens, like)
-
-    def _unlimit(self) -> None:
-        """Let the mechanism serve all queries, as in training."""
-        swapped = layers_of(self.model)
+    def _bind(self, *, limited: bool) -> None:
+        """Let exact attention serve the queries that see few tokens, if that was asked for; or the mechanism all."""
+        tokens, like = self.result.exact_up_to if limited else None, next(self.model.parameters())
+        swapped, exact = layers_of(self.model), layers_of(self.original)
         for name, bound in self.bounds.items():
-            swapped[name].bound = bound
+            short = exact[name].bound
+            swapped[name].bound = bound if tokens is None else crossover.limited(bound, short, tokens, like)
 
     def _leave(self, stage: str, state: State, status: str) -> None:
         """Leave the model with the weights of a finished stage, behind exact attention for short inputs."""
-        self._unlimit()
+        self._bind(limited=False)
         self.model.load_state_dict(state)
-        self._limit()
+        self._bind(limited=True)
         self.result.best, self.result.status = stage, status
         if self.result.exact_up_to is not None:
             self.result.mechanism = repr(crossover.exact_below(self.mechanism, self.result.exact_up_to))

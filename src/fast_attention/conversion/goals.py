@@ -1,14 +1,14 @@
-"""Goals of a conversion: the teacher's readings, the loss of the fine-tune, and the figures that are reported."""
+"""What a conversion learns: each layer's output, the teacher's readings of the whole; and the figures reported."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention.conversion.outcome import Figures
@@ -57,6 +57,69 @@ def error(output: Tensor, reference: Tensor, mask: Tensor | None) -> Tensor:
         output, reference = output[mask], reference[mask]
     output, reference = output.float(), reference.float()
     return (output - reference).pow(2).mean() / reference.var().clamp_min(1e-12)
+
+
+def layers_of(model: Any) -> dict[str, Any]:
+    """The mechanisms of a swapped model, by the names of its layers."""
+    from fast_attention.integrations import swapped  # which imports transformers
+
+    return swapped.layers_of(model)
+
+
+@torch.no_grad()
+def layer_errors(
+    model: Any, original: Any, names: Sequence[str], batches: Sequence[Batch],
+    backward: Callable[[Tensor], Any] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Every layer's mean squared error on the original's inputs, over the variance of the original's output.
+
+    Attention transfer brings it down for all layers at once (LoLCATs, arXiv 2410.10254, which trains feature maps so).
+
+    ``original`` is frozen and swapped to exact attention. ``backward`` adds up the gradients of a layer's error, with
+    the memory of one layer at a time; None: no gradients.
+    """
+    measured: dict[str, list[float]] = {name: [] for name in names}
+
+    def hooked(name: str, batch: Batch) -> Any:
+        layer, mask = model.get_submodule(name), tokens(batch)
+
+        def compare(module: nn.Module, args: Any, options: Any, output: Any) -> None:
+            with torch.set_grad_enabled(backward is not None):
+                wrong = error(_output(layer(*args, **options)), _output(output), mask)
+                if backward is not None and wrong.requires_grad:  # a window over everything has nothing to train
+                    backward(wrong)
+            measured[name].append(float(wrong.detach()))
+
+        return original.get_submodule(name).register_forward_hook(compare, with_kwargs=True)
+
+    for batch in batches:
+        handles = [hooked(name, batch) for name in names]
+        try:
+            run(original, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return {name: sum(each) / max(len(each), 1) for name, each in measured.items()}
+
+
+def calibrate(model: Any, original: Any, names: Sequence[str], batch: Batch) -> None:
+    """Calibrate weights such as the damping of ``FavorPlusPlus`` on the queries and keys of the original's inputs."""
+
+    def calibrate_bound(bound: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+        q, k = inputs[:2]
+        bound.adopt(bound.mechanism.calibrated(q, k, bound.w, key_mask=options.get("key_mask")))
+
+    layers = layers_of(model)
+    handles = [layers[name].bound.register_forward_pre_hook(calibrate_bound, with_kwargs=True) for name in names]
+    try:
+        layer_errors(model, original, names, [batch])
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _output(returned: Any) -> Tensor:
+    return returned[0] if isinstance(returned, tuple) else returned
 
 
 class Targets(NamedTuple):
@@ -131,8 +194,7 @@ class HeldOutBatch(NamedTuple):
     """A batch that is never trained on, and what the teacher gives for it; None: the text is its own reference."""
 
     batch: Batch
-    reference: Tensor | None = None  # last hidden states (B, L, D)
-    sentences: Tensor | None = None  # embeddings (B, D)
+    targets: Targets | None = None  # of the hidden states the last alone
 
 
 @torch.no_grad()
@@ -204,7 +266,8 @@ class HiddenStates:
     def prepare(self, original: Any, batches: Sequence[Batch]) -> list[HeldOutBatch]:
         """Batches with the teacher's last hidden states and embeddings."""
         targets = (read(self.teacher, original, batch) for batch in batches)
-        return [HeldOutBatch(batch, t.states[-1], t.sentences) for batch, t in zip(batches, targets, strict=True)]
+        last = (Targets(each.states[-1:], each.sentences) for each in targets)
+        return [HeldOutBatch(*each) for each in zip(batches, last, strict=True)]
 
     def loss(self, model: Any, original: Any, batch: Batch) -> Tensor:
         """Errors of the hidden states behind every block, and 1 - cosine of the sentence embeddings."""
@@ -216,12 +279,12 @@ class HiddenStates:
 
     def scores(self, model: Any, batch: HeldOutBatch) -> Scores:
         """Cosines to the teacher: of the sentence embeddings and of single tokens."""
-        assert batch.reference is not None
-        assert batch.sentences is not None
+        targets = batch.targets
+        assert targets is not None
         output, mask = hidden(model, batch.batch)[-1].float(), tokens(batch.batch)
-        each = F.cosine_similarity(output, batch.reference.float(), dim=-1)
+        each = F.cosine_similarity(output, targets.states[-1].float(), dim=-1)
         return {
-            "sentences": F.cosine_similarity(pooled(output, mask), batch.sentences.float(), dim=-1),
+            "sentences": F.cosine_similarity(pooled(output, mask), targets.sentences.float(), dim=-1),
             "tokens": each.flatten() if mask is None else each[mask],
         }
 

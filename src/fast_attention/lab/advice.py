@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from rich.text import Text
 
 from fast_attention.lab import pages, pictures, report, same_results, verdicts
-from fast_attention.lab.accuracy import measurable
+from fast_attention.lab.compare import measurable
 from fast_attention.lab.pages import Block, Figure, Folded, Listing, Section, Words
 from fast_attention.lab.pictures import Point, Tradeoff
 from fast_attention.lab.records import EXACT, Cell, Comparison, Pass
@@ -148,10 +148,7 @@ def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
 def answer(rows: list[Row], question: Question, would_do: int | None = None) -> list[str]:
     """The answer in one to four sentences; no verdict while one that may be the answer was not measured.
 
-    Args:
-        rows: The ranking.
-        question: What was asked.
-        would_do: Seconds in which all that may be the answer can be measured.
+    ``would_do`` are the seconds in which all that may be the answer can be measured.
     """
     late = sum(row.kind == "cannot" and row.note.startswith(LATE) for row in rows)
     more = [f"Not timed, for lack of --seconds: {late} more, which are no estimates of exact attention."] * bool(late)
@@ -264,11 +261,8 @@ def html(record: Advised) -> str:
         Section("Ranking", [*[Words(NO_REFERENCE)] * bool(record.far), ranking(record)]),
         *(Section(title, [Listing(lines)]) for title, lines in unranked(record).items()),
         Section("Times and memory", [Folded("Every error, time and peak", report.every(record))]),
-        pages.run(meta, facts),
-        pages.again(meta, record.data),
     ]
-    where = pages.where(meta, f"{meta['source']}, {meta['length']:,} tokens")
-    return pages.page("advise", sections, [*pages.partial(meta, "advice"), where])
+    return pages.page_of(record, sections, facts, f"{meta['source']}, {meta['length']:,} tokens")
 
 
 def _points(record: Advised) -> list[Block]:

@@ -99,11 +99,8 @@ class Gaussian:
 class HuggingFace:
     """An encoder or decoder from a folder or from the hub, reading a corpus with its own tokenizer.
 
-    Args:
-        name: The folder, or the name on the hub.
-        corpus: What it reads.
-        longest: Tokens that it shall read: where it has fewer positions, longer texts are read by a copy of it whose
-            positions are extended, if they can be.
+    Where it has fewer positions than ``longest``, longer texts are read by a copy whose positions are extended, if they
+    can be.
 
     Raises:
         InputError: It cannot be loaded, or q, k and v do not say what its attention computes.

@@ -1,7 +1,4 @@
-"""The command line itself: which commands there are, how arguments are read, and what is printed when one fails.
-
-Nothing heavy is imported here: a command's libraries are imported once its arguments have been read.
-"""
+"""The command line itself: how arguments are read, and what is printed when a command fails."""
 
 from __future__ import annotations
 
@@ -14,17 +11,12 @@ import typer
 from typer.core import TyperCommand
 
 from fast_attention import __version__
-from fast_attention.lab import options, refusals
+from fast_attention.lab import refusals
+from fast_attention.lab.commands import COMMANDS
 
 MANY = ("--mechanism", "--mechanisms", "--lengths")
 IMPORT = "--import"
 _UsageError: Any = typer.BadParameter.__mro__[1]
-
-
-COMMANDS = {  # and the module of each, in which its function is called ``NAME_command``
-    "list": "listing", "advise": "advise", "compare": "compare", "check": "check", "convert": "convert",
-    "export": "export",
-}  # fmt: skip
 
 
 def run(arguments: list[str]) -> int:
@@ -75,8 +67,8 @@ def _app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_any_command)
-    for name, module in COMMANDS.items():
-        app.command(name, cls=_Command)(options.taken(f"fast_attention.lab.{module}", f"{name}_command"))
+    for name, command in COMMANDS.items():
+        app.command(name, cls=_Command)(command)
     return app
 
 

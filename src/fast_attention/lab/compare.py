@@ -1,4 +1,4 @@
-"""``fast-attention compare``: errors on a model's real tensors, then times at every length, and what follows."""
+"""Compares mechanisms with exact attention: errors on a model's real tensors, head by head, then times."""
 
 from __future__ import annotations
 
@@ -6,86 +6,110 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from fast_attention.lab import options
-from fast_attention.lab.options import KINDS, at_work
-
-if TYPE_CHECKING or at_work():
-    from fast_attention import catalogue
-    from fast_attention.lab import capture, inputs, measure, progress, report, same_results, tables, verdicts
-    from fast_attention.lab.accuracy import Scene, measurable
-    from fast_attention.lab.capture import Source
-    from fast_attention.lab.environment import begun
-    from fast_attention.lab.inputs import InputError
-    from fast_attention.lab.measure import MOST_ROUNDS, Setting, TimingGroup, against_exact
-    from fast_attention.lab.records import EXACT, Comparison, Error
+from fast_attention import catalogue
+from fast_attention.lab import same_results, verdicts
+from fast_attention.lab.capture import Layer, Source
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.measure import MOST_ROUNDS, Setting, TimingGroup, against_exact
+from fast_attention.lab.records import EXACT, Comparison, Error
+from fast_attention.lab.refusals import first_line
+from fast_attention.mechanism import Attention, Shape, Unsupported
+from fast_attention.nn.bound import Bound
 
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
 LONGEST_ERROR = 8192  # tokens: exact attention in float64 takes seconds for each layer there, and four times at twice
 FOR_ERRORS = 0.4  # fraction of the budget
-LENGTHS = (256, 1024, 4096)
 MARGIN = 1.25  # over the seconds that are estimated to do
+SAMPLED_KEYS = 512  # of which it is counted how many queries weigh them
 UNKNOWN = 0.9  # the cosine to exact attention that is hoped for where no record has one
 
 
-def compare_command(
-    model: Annotated[
-        str | None, typer.Option(help=f"What to measure: {KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM.")
-    ] = None,
-    text: options.Text = None,
-    mechanisms: options.Mechanisms = None,
-    lengths: Annotated[list[int] | None, typer.Option(help="Sequence lengths. Default: 256, 1024 and 4096.")] = None,
-    asked: Annotated[
-        float,
-        typer.Option("--error", min=0.0, help="The largest median relative error of a head's outputs, untrained."),
-    ] = 0.1,
-    causal: options.Direction = None,
-    dtype: options.Dtype = "float32",
-    device: options.Device = "cpu",
-    backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")] = False,
-    threads: options.Threads = None,
-    budget: options.Seconds = 120,
-    seed: options.Seed = 0,
-    out: Annotated[Path, typer.Option(help="Folder for report.html and records.json.")] = Path("report"),
-    as_json: options.AsJson = False,
-) -> int:
-    """Compare mechanisms with exact attention: error on a model's real tensors, time, memory, crossover length.
+def measurable(mechanism: Any) -> bool:
+    """Whether a mechanism has an error to measure: it approximates exact attention, and needs no training."""
+    return isinstance(mechanism, Attention) and mechanism.traits.approximates is not None
 
-    The last lines say whether anything is better here, what would have to be trained, and at which length.
 
-    [dim]fast-attention compare --mechanisms LinearAttention "FavorPlus(num_features=64)" --lengths 512 2048[/dim]
+def relative_rms(ours: Tensor, truth: Tensor) -> list[list[float]]:
+    """``||ours - truth|| / ||truth||`` of every head of every layer of (layers, H, L, E)."""
+    difference = (ours.to(truth.device).double() - truth.double()).square().sum((-2, -1))
+    return (difference / truth.double().square().sum((-2, -1)).clamp_min(1e-300)).sqrt().tolist()
+
+
+class Scene:
+    """Computes errors on the tensors of all layers at one length, against exact attention in float64, computed once.
+
+    Mechanisms run in the setting's dtype. Layers of equal shape are one batch.
     """
-    with measure.by_threads(threads) as conditions:
-        where, kind = inputs.device(device), inputs.dtype(dtype)
-        chosen = inputs.mechanisms(mechanisms) if mechanisms else default_mechanisms()
-        sizes = inputs.lengths(lengths or list(LENGTHS))
-        inputs.folder(out)
-        source = capture.source(model, text, seed, min(max(sizes), LONGEST_ERROR))
-        is_causal = source.is_causal if causal is None else causal
-        setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
-        plan = Plan(source, chosen, sizes, setting, budget, asked)
-        meta = begun(
-            where, source=source.title, heads=source.heads, head_dim=source.head_dim, lengths=sizes, causal=is_causal,
-            backward=backward, dtype=dtype, seed=seed, asked=asked, budget=budget,
-            reference="torch.nn.functional.scaled_dot_product_attention",
-        )  # fmt: skip
-        record = Comparison(meta)
-        with progress.counted(plan.steps) as watch:
-            status = progress.until_stopped(
-                lambda: compare(plan, record, watch, lambda: record.save(out / record.data))
-            )
-        record.meta["conditions"] = conditions()
-    finish(plan, record, status)
-    record.leave(out, report.html)
-    first = same_results.words(record.meta.get("same_results"))
-    tables.present(
-        record, out, as_json, *first, report.table(record), last=[*verdicts.answer(record), *record.meta["conditions"]]
-    )
-    return 0 if status == "complete" else 130
+
+    def __init__(self, layers: list[Layer], setting: Setting) -> None:
+        self.layers, self.setting = layers, setting
+        self.length = layers[0].q.shape[-2]
+        self.batches: list[tuple[Tensor, ...]] = []
+        for layer in layers:
+            tensors = (layer.q, layer.k, layer.v)
+            if self.batches and all(a.shape[1:] == b.shape[1:] for a, b in zip(tensors, self.batches[-1], strict=True)):
+                self.batches[-1] = tuple(torch.cat([a, b]) for a, b in zip(self.batches[-1], tensors, strict=True))
+            else:
+                self.batches.append(tensors)
+        self._truths: dict[str, list[Tensor]] = {}
+
+    def error(self, mechanism: Any) -> Error:
+        """Relative RMS error of the outputs."""
+        against = mechanism.traits.approximates
+        error = Error(repr(mechanism), self.length, against)
+        try:
+            for ours, truth in zip(self.ours(mechanism), self.truths(against), strict=True):
+                error.output += relative_rms(ours, truth)
+            error.visible_fraction = self.visible_fraction(mechanism)
+        except (Unsupported, ValueError, RuntimeError) as problem:
+            error.output, error.note = [], first_line(problem)
+        return error
+
+    @torch.no_grad()
+    def ours(self, mechanism: Any) -> list[Tensor]:
+        """The mechanism's outputs of every batch."""
+        outputs = []
+        for batch in self.batches:
+            q, k, v = (x.to(self.setting.device, self.setting.dtype) for x in batch)
+            torch.manual_seed(self.setting.seed)
+            bound = Bound(mechanism, Shape(q.shape[1], q.shape[3], max_len=self.length))
+            bound.to(self.setting.device, self.setting.dtype)
+            outputs.append(bound(q, k, v, is_causal=self.setting.is_causal))
+        return outputs
+
+    @torch.no_grad()
+    def truths(self, against: str = "Softmax") -> list[Tensor]:
+        """The exact outputs of every batch, by the mechanism ``against``."""
+        if against not in self._truths:
+            device = "cpu" if self.setting.device.type == "mps" else self.setting.device  # mps has no float64
+            exact: Any = F.scaled_dot_product_attention if against == "Softmax" else catalogue.default(against)
+            doubles = [[x.to(device, torch.float64) for x in batch] for batch in self.batches]
+            self._truths[against] = [exact(*batch, is_causal=self.setting.is_causal) for batch in doubles]
+        return self._truths[against]
+
+    @torch.no_grad()
+    def visible_fraction(self, mechanism: Any) -> float | None:
+        """The fraction of the visible pairs of a query and a key that it weighs, in the first head, by sampled keys.
+
+        None where the mechanism has no weights of pairs.
+        """
+        if not mechanism.traits.matrix:
+            return None
+        torch.manual_seed(self.setting.seed)
+        q, k = (x[:1, :1].to(self.setting.device, torch.float64) for x in self.batches[0][:2])
+        sampled = torch.arange(0, self.length, max(self.length // SAMPLED_KEYS, 1))
+        one_hot = torch.zeros(self.length, len(sampled), dtype=torch.float64)
+        one_hot[sampled, torch.arange(len(sampled))] = 1.0
+        bound = Bound(mechanism, Shape(1, q.shape[-1], max_len=self.length)).to(q)
+        weights = bound(q, k, one_hot[None, None].to(q), is_causal=self.setting.is_causal)
+        pairs = int((self.length - sampled).sum()) if self.setting.is_causal else weights.numel()
+        return int((weights != 0).sum()) / pairs
 
 
 def default_mechanisms() -> list[Any]:
@@ -122,11 +146,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Fill ``record``. Interrupted, it holds what was measured until then.
 
-    Args:
-        plan: What to compare.
-        record: Where the numbers go.
-        watch: Called with every step, at most ``plan.steps`` times.
-        save: Called after the errors and after every length.
+    ``watch`` is called with every step, at most ``plan.steps`` times; ``save`` after the errors and after every length.
     """
     began = time.perf_counter()
     record.meta["context"] = plan.source.own_context

@@ -1,17 +1,33 @@
-"""The record of a conversion: figures of every stage, what the model costs before and after; its tables, its page."""
+"""What the command ``convert`` reads and measures; its record: figures of every stage, costs, tables and page."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
+
+from fast_attention import clock
 from fast_attention.conversion import Conversion
-from fast_attention.lab import pages
+from fast_attention.conversion.goals import run
+from fast_attention.counting import peak_bytes
+from fast_attention.integrations import extend
+from fast_attention.integrations.swapping import pretrained
+from fast_attention.lab import capture, inputs, loading, pages, texts
+from fast_attention.lab.inputs import InputError
 from fast_attention.lab.pages import Section, Words
 from fast_attention.lab.records import Record
 from fast_attention.lab.tables import Table, bytes_of, count, factor, fixed, milliseconds
+from fast_attention.lab.texts import Corpus
 
+CHECKPOINT = "checkpoint"  # beside the record until the conversion is complete
+LONGEST = 512  # tokens of a passage, unless --length says more
+ROUNDS, PATIENCE = 20, 6.0  # of timing both models in turns; seconds after which no further round begins
+SLOWEST = 60.0  # seconds of a pass that is not begun any more
 STAGES = {
     "original": "original", "swapped": "swapped, untrained", "transferred": "after the transfer",
     "tuned": "after the fine-tune", "exact": "exact for short inputs",
@@ -21,6 +37,67 @@ FIGURES = {
     "sentence_cosine": "cosine of sentences", "worst_sentence_cosine": "worst sentence",
     "token_cosine": "cosine of tokens",
 }  # fmt: skip
+
+
+def opened(name: str, device: torch.device, longest: int | None, tokenizer: Any) -> tuple[Any, int, str]:
+    """A model, the tokens that it was trained to read, and how it came to read ``longest``, if that was asked for."""
+    model = loading.load(name).float().to(device)
+    if "" not in pretrained(model):
+        raise InputError(f"{name} is no Hugging Face model: a run of train is trained anew in experiments/")
+    learnt, extension = capture.context(model.config, tokenizer) or LONGEST, ""
+    if longest is not None:
+        with inputs.refusing(where=f"--positions {longest}: "):
+            extension = str(extend(model, longest, tokenizer=tokenizer))
+    return model, learnt, extension
+
+
+def corpora(names: list[str] | None, held_out: str | None) -> tuple[list[Corpus], Corpus]:
+    """The texts to train on, and the one of another source on which stages are compared.
+
+    Raises:
+        InputError: A file is missing, empty or damaged, a text stands twice, or what is held out is trained on.
+    """
+    trained = [texts.read(name, option="--text") for name in names] if names else [texts.python()]
+    another = texts.packages() if held_out is None else texts.read(held_out, option="--held-out")
+    known: dict[str, str] = {}
+    for each in trained:
+        if (other := known.setdefault(each.sha256, each.name)) is not each.name:
+            raise InputError(f"--text {each.name}: the same text as {other}")
+    if (other := known.get(another.sha256)) is not None:
+        raise InputError(f"--held-out {another.name}: the same text as --text {other}, which is trained on")
+    return trained, another
+
+
+def watch(update: Callable[..., None], say: Callable[[str], None], line: dict[str, Any]) -> None:
+    """Show a line of a conversion: a step moves the bar, a measurement stands above it."""
+    if "message" in line:
+        say(line["message"])
+    elif "measuring" in line:
+        update(f"measuring: {STAGES.get(line['measuring'], line['measuring'])}")
+    elif "measured" in line:
+        figures = "  ".join(f"{name} {value:.4f}" for name, value in line.items() if name != "measured")
+        say(f"{STAGES[line['measured']]}: {figures}")
+    else:
+        update(f"{line['stage']}  step {line['step']:,}  loss {line['loss']:.4g}", line["done"])
+
+
+def measured_costs(models: dict[str, Any], lengths: list[int], positions: int | None) -> list[dict[str, Any]]:
+    """A row for every model and length that all read: median seconds of a pass of one sequence, and peak bytes."""
+    rows: list[dict[str, Any]] = []
+    for length in [each for each in lengths if positions is None or each <= positions]:
+        if rows and rows[-1]["seconds"] * (length / rows[-1]["length"]) ** 2 > SLOWEST:
+            break
+        like = next(models["original"].parameters())
+        ids = torch.randint(models["original"].config.get_text_config().vocab_size, (1, length), device=like.device)
+        passes = {name: torch.no_grad()(partial(run, model, {"input_ids": ids})) for name, model in models.items()}
+        clock.in_turns(passes, like.device, 1)  # which pays for set-up
+        times = clock.in_turns(passes, like.device, ROUNDS, PATIENCE)
+        rows += [
+            {"model": name, "length": length, "note": "", "seconds": statistics.median(times[name]),
+             "rounds": len(times[name]), "bytes": peak_bytes(each, like.device)}
+            for name, each in passes.items()
+        ]  # fmt: skip
+    return rows
 
 
 @dataclass
@@ -128,8 +205,8 @@ def html(record: Converted) -> str:
         Section("Quality", [Words(gain(record), "lead"), *(table for table in quality(record) if table.rows)]),
         Section("Layer by layer", [layers(record)]),
         Section("Costs of one sequence", [costs(record)] if record.costs else []),
-        pages.run(meta, facts),
-        pages.again(meta, record.data, "The model: fast_attention.from_pretrained on this folder."),
     ]
     done = f"{meta['model']}, {len(result.converted)} of {len(result.layers)} layers to {result.mechanism}"
-    return pages.page("convert", sections, [*pages.partial(meta, "conversion"), pages.where(meta, done)])
+    return pages.page_of(
+        record, sections, facts, done, more="The model: fast_attention.from_pretrained on this folder."
+    )  # fmt: skip

@@ -68,9 +68,6 @@ def usable_cores(root: Path = Path("/")) -> int:
     """How many cores this process may use: those of its affinity, and no more than the quota of its control groups.
 
     A part of a core does not count beside whole ones: a thread more than the quota would be stopped again and again.
-
-    Args:
-        root: The folder that holds ``proc`` and ``sys``.
     """
     return max(1, int(min([len(_affinity()), *_quotas(root)])))
 

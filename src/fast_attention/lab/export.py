@@ -1,31 +1,106 @@
-"""``fast-attention export``: writes a model for ONNX Runtime or torch.export, checked at other lengths first."""
+"""Prepares a model for export with an open batch and open lengths, and compares the file with the model."""
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
 
-from fast_attention import files
-from fast_attention.lab.options import MODEL, at_work
+from fast_attention import exporting
+from fast_attention.integrations.probing import probe_inputs
+from fast_attention.lab import inputs
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.refusals import first_line
+from fast_attention.lab.tables import Table, Value
+from fast_attention.mechanism import Unsupported
 
-if TYPE_CHECKING or at_work():
-    import torch
-
-    from fast_attention import exporting
-    from fast_attention.lab import inputs, loading, progress
-    from fast_attention.lab.inputs import InputError
-    from fast_attention.lab.open_model import OpenModel, opened
-    from fast_attention.lab.refusals import first_line
-    from fast_attention.lab.tables import Table, Value, show
-    from fast_attention.mechanism import Unsupported
-
-TOLERANCE = 1e-4  # of the largest output: float32 through a dozen layers, summed in another order
 LENGTHS = (2, 5, 16, 37, 64, 100, 300)
-TRACED = 24
+ROWS = 1024  # the largest batch of an exported program
+
+
+class OpenModel(NamedTuple):
+    """A model whose ``forward`` takes tensors by name and returns one tensor."""
+
+    module: nn.Module
+    draw: Callable[[int, int], dict[str, Tensor]]  # batch, tokens -> inputs, the first of several rows padded
+    open_sizes: dict[str, dict[int, Any]]
+    longest: int | None  # tokens; None: it knows no limit
+    tokens: bool  # whether it reads tokens, of which there may be any number
+
+
+class _FirstOutput(nn.Module):
+    """The first output of a model, logits or last vectors, whose inputs are named as torch.export needs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None, pixel_values: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        named = {"input_ids": input_ids, "attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids,
+                 "pixel_values": pixel_values}  # fmt: skip
+        return self.model(**{name: x for name, x in named.items() if x is not None}, **self.options)[0]
+
+
+def opened(model: Any) -> OpenModel:
+    """A model of transformers, in float32 and evaluation mode.
+
+    Raises:
+        Unsupported: It reads neither tokens nor pixels, or one token at most.
+    """
+    model = model.float().eval()
+    probe = {name: x for name, x in probe_inputs(model).items() if isinstance(x, Tensor)}
+    batch = Dim("batch", min=1, max=ROWS)
+    if "pixel_values" in probe:
+        shape = probe["pixel_values"].shape[1:]
+
+        def pixels(rows: int, length: int) -> dict[str, Tensor]:
+            return {"pixel_values": torch.randn(rows, *shape, generator=torch.Generator().manual_seed(rows))}
+
+        return OpenModel(_FirstOutput(model), pixels, {"pixel_values": {0: batch}}, None, False)
+    longest, vocabulary = _longest(model), model.config.get_text_config().vocab_size
+    if longest is not None and longest < 2:
+        raise Unsupported(f"{type(model).__name__} takes {longest} tokens at most: no length can be left open")
+    names = ["input_ids", *["attention_mask"] * ("attention_mask" in inspect.signature(model.forward).parameters)]
+    sizes = {name: {0: batch, 1: Dim("length", min=2, max=longest)} for name in names}
+    if "decoder_input_ids" in probe:
+        sizes["decoder_input_ids"] = {0: batch, 1: Dim("target_length", min=2, max=longest)}
+
+    def draw(rows: int, length: int) -> dict[str, Tensor]:
+        shorter = max(2, length // 2 + 1)
+        inputs = {name: _numbers(rows, shorter if "decoder" in name else length, vocabulary) for name in sizes}
+        if "attention_mask" in inputs:
+            mask = torch.ones(rows, length, dtype=torch.long)
+            mask[: int(rows > 1), length - length // 3 :] = 0  # of several rows the first is padded
+            inputs["attention_mask"] = mask
+        return inputs
+
+    return OpenModel(_FirstOutput(model), draw, sizes, longest, True)
+
+
+def _longest(model: nn.Module) -> int | None:
+    """Tokens that a transformers model takes: the rows of a table less those that it keeps for padding."""
+    config: Any = model.config
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
+    padding = [
+        part.padding_idx + 1 for part in tables if isinstance(part, nn.Embedding) and part.padding_idx is not None
+    ]
+    return None if positions is None else int(positions) - max(padding, default=0)
+
+
+def _numbers(batch: int, length: int, kinds: int) -> Tensor:
+    """Token numbers; those below 5 stand for padding and the like in most vocabularies."""
+    generator = torch.Generator().manual_seed(batch * 4096 + length)
+    return torch.randint(min(5, kinds - 1), kinds, (batch, length), generator=generator)
 
 
 class Trial(NamedTuple):
@@ -40,52 +115,7 @@ class Disagreement(Exception):
     """Raised where the file computes something else than the model."""
 
 
-def export_command(
-    name: Annotated[str, MODEL],
-    as_onnx: Annotated[bool, typer.Option("--onnx", help="For ONNX Runtime; otherwise for torch.export.load.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="The file. Default: model.onnx or model.pt2 in the model's folder, or here.")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=2, help=f"Tokens of the example that is traced. Default: {TRACED} or less.")
-    ] = None,
-    opset: Annotated[int | None, typer.Option(min=18, help="Version of ONNX's operators. Default: torch's.")] = None,
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Largest difference from the model, as a fraction of its largest output.")
-    ] = TOLERANCE,
-) -> int:
-    """Export a model with an open batch and length; the file is run at other lengths before it gets its name.
-
-    It is written in float32, and nothing is written where it disagrees with the model (exit code 1).
-    """
-    suffix = ".onnx" if as_onnx else ".pt2"
-    path = (Path(name) if Path(name).is_dir() else Path()) / f"model{suffix}" if out is None else out
-    _refuse(path, suffix, as_onnx, opset)
-    try:
-        model = opened(loading.load(name, head="saved"))
-        length = min(TRACED, model.longest or TRACED) if length is None else length
-        if model.longest is not None and length > model.longest:
-            raise InputError(f"--length {length}: the model takes at most {model.longest} tokens")
-        with files.atomic_group(path) as draft, progress.counted(1 + len(LENGTHS)) as watch:
-            watch("tracing")
-            if as_onnx:
-                exporting.onnx(model.module, model.draw(2, length), draft, model.open_sizes, opset=opset)
-            else:
-                exporting.save(model.module, model.draw(2, length), draft, model.open_sizes)
-            trials = _trials(model, draft, watch)
-            show(_differences(trials, model.tokens, tolerance))
-            if max(trial.difference for trial in trials) > tolerance:
-                raise Disagreement
-    except Disagreement:
-        print(f"fast-attention: the file disagrees with the model; {path} was not written", file=sys.stderr)
-        return 1
-    except Unsupported as error:
-        raise InputError(str(error)) from error
-    print(f"{path}: reads {', '.join(model.open_sizes)}; {path.stat().st_size / 1e6:,.1f} MB")
-    return 0
-
-
-def _refuse(path: Path, suffix: str, as_onnx: bool, opset: int | None) -> None:
+def refuse(path: Path, suffix: str, as_onnx: bool, opset: int | None) -> None:
     """Refuse options that contradict each other, and an export to ONNX without its packages."""
     if path.suffix != suffix:
         other = "give --onnx" if path.suffix == ".onnx" else f"name a file that ends in {suffix}"
@@ -98,24 +128,24 @@ def _refuse(path: Path, suffix: str, as_onnx: bool, opset: int | None) -> None:
         inputs.need(module, "onnx", "export --onnx")
 
 
-def _trials(model: OpenModel, draft: Path, watch: Callable[[str], None]) -> list[Trial]:
+def trials(model: OpenModel, draft: Path, watch: Callable[[str], None]) -> list[Trial]:
     """Compare the file with the model, at batches of 1, 2, 3, 1 ... and at every length the model takes."""
     try:
         run = exporting.load(draft)
     except Exception as error:  # in onnxruntime's own types
         raise InputError(f"{draft.name} cannot be run, perhaps for its --opset: {first_line(error)}") from error
     lengths = [n for n in LENGTHS if model.longest is None or n <= model.longest] if model.tokens else [0, 0, 0]
-    trials = []
+    done = []
     for i, length in enumerate(lengths):
         watch(f"checking {length:,} tokens")
         example = model.draw(1 + i % 3, length)
         with torch.no_grad():
             expected = model.module(**example)
-        trials.append(Trial(1 + i % 3, length, exporting.difference(expected, run(example)[0])))
-    return trials
+        done.append(Trial(1 + i % 3, length, exporting.difference(expected, run(example)[0])))
+    return done
 
 
-def _differences(trials: list[Trial], tokens: bool, tolerance: float) -> Table:
+def table(trials: list[Trial], tokens: bool, tolerance: float) -> Table:
     """The trials as a table."""
     rows = []
     for trial in trials:

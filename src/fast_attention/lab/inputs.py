@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fast_attention import catalogue, extras, files
-from fast_attention.lab.options import DTYPES
+from fast_attention.lab.refusals import DTYPES
 from fast_attention.lab.refusals import InputError as InputError
 from fast_attention.mechanism import Unsupported
 
@@ -29,12 +29,7 @@ def need(module: str, extra: str, purpose: str) -> ModuleType:
 
 @contextmanager
 def refusing(*also: type[Exception], where: str = "") -> Iterator[None]:
-    """Raise what the library refuses in the block as an ``InputError`` that begins with ``where``.
-
-    Args:
-        also: Exceptions to treat so, beside ``ValueError`` and ``Unsupported``.
-        where: Begins the message.
-    """
+    """Raise what the library refuses in the block, and ``also`` these, as ``InputError`` that begins with ``where``."""
     try:
         yield
     except InputError:
@@ -70,6 +65,13 @@ def _split(text: str) -> list[str]:
     except (SyntaxError, ValueError, MemoryError, RecursionError):  # nested too deeply, or holding a null byte
         return [text]
     return [ast.unparse(part) for part in tree.elts] if isinstance(tree, ast.Tuple) and tree.elts else [text]
+
+
+def is_attention(target: str) -> bool:
+    """Whether a name means a mechanism, which begins with a capital, or a factory; a path that exists is a model."""
+    name = target.split("(")[0].strip()
+    named = (name.isidentifier() and name[0].isupper()) or catalogue.elsewhere(name) != ""
+    return not Path(target).exists() and (":" in target or named)
 
 
 def lengths(values: list[int], option: str = "--lengths") -> list[int]:
@@ -127,15 +129,7 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def results(paths: list[Path], out: Path, what: str, *, resume: bool, restart: bool) -> None:
-    """Refuse to write over results unasked; where it is asked for, clear them away.
-
-    Args:
-        paths: The files that hold them, there or not.
-        out: The folder.
-        what: How messages call them, such as ``"a conversion"``.
-        resume: They are resumed.
-        restart: They may be written over.
-    """
+    """Refuse to write over results unasked, which messages call ``what``; where it is asked for, clear them away."""
     if resume and restart:
         raise InputError("--resume resumes and --restart begins anew: give one of them")
     if restart:

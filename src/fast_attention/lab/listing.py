@@ -1,49 +1,20 @@
-"""``fast-attention list``: the mechanisms with what they can do, or all about one."""
+"""Shows what mechanisms can do, all about one, and what the laws found."""
 
 from __future__ import annotations
 
 import inspect
-import json
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from fast_attention.lab import verdicts
+from fast_attention.lab.tables import Table, Value
+from fast_attention.mechanism import Mixer
 
-from fast_attention.lab import options
-from fast_attention.lab.options import at_work
-
-if TYPE_CHECKING or at_work():
-    from fast_attention import catalogue
-    from fast_attention.known_names import known
-    from fast_attention.lab import inputs, tables, verdicts
-    from fast_attention.mechanism import Mixer
+if TYPE_CHECKING:
+    from fast_attention.conformance import LawReport
 
 
-def list_command(
-    name: Annotated[
-        str | None, typer.Argument(help="A mechanism, ours or as a paper calls it (Performer), for all about it.")
-    ] = None,
-    as_json: options.AsJson = False,
-) -> None:
-    """List the mechanisms with what they can do, or show all about one."""
-    meant = known(name) if name else None
-    if meant and not as_json:
-        print(f"{meant}\n")
-    if name:
-        chosen = inputs.mechanisms([meant.write if meant else catalogue.own_name(name) or name])
-    else:
-        chosen = [catalogue.default(each) for each in catalogue.names()]
-    if as_json:
-        print(json.dumps([_as_json(mechanism) for mechanism in chosen], indent=1))
-    elif name:
-        for mechanism in chosen:
-            _detail(mechanism)
-    else:
-        tables.show(_catalogue(chosen))
-        print("\nOther names (Performer, Longformer, Mamba ...): fast-attention list NAME")
-
-
-def _catalogue(chosen: list[Any]) -> tables.Table:
+def table(chosen: list[Any]) -> Table:
     """The mechanisms with what they can do."""
     rows = []
     for mechanism in chosen:
@@ -53,10 +24,10 @@ def _catalogue(chosen: list[Any]) -> tables.Table:
         does = [traits.cost, traits.inputs, *yes, traits.memory or "-"]
         rows.append([type(mechanism).__name__, *does, weights, traits.paper])
     heads = ["mechanism", "cost", "reads", "causal", "padding", "cross", "decodes", "weights", "source"]
-    return tables.Table(heads, rows, left=range(1, len(heads)))
+    return Table(heads, rows, left=range(1, len(heads)))
 
 
-def _as_json(mechanism: Any) -> dict[str, Any]:
+def as_json(mechanism: Any) -> dict[str, Any]:
     """A mechanism for JSON."""
     values = {field.name: getattr(mechanism, field.name) for field in fields(mechanism)}
     plain = int | float | str | None
@@ -69,14 +40,22 @@ def _as_json(mechanism: Any) -> dict[str, Any]:
     }
 
 
-def _detail(mechanism: Any) -> None:
-    """Print all about a mechanism."""
+def detail(mechanism: Any) -> str:
+    """All about a mechanism."""
     traits = mechanism.traits
-    print(f"{mechanism!r}\n\n{inspect.getdoc(type(mechanism))}\n")
     rows = {"formula": traits.formula, "source": traits.paper, "cost": traits.cost, "error": verdicts.kind(mechanism)}
     rows["settings"] = ", ".join(f"{f.name}={getattr(mechanism, f.name)!r}" for f in fields(mechanism)) or "none"
     rows["cannot"] = ", ".join(verdicts.cannot(mechanism)) or "-"
     declared = {key: value for key, value in asdict(traits).items() if key not in (*rows, "paper")}
     rows["traits"] = ", ".join(f"{key}={value!r}" for key, value in declared.items())
-    for title, words in rows.items():
-        print(f"{title + ':':<10}{words}")
+    lines = [f"{title + ':':<10}{words}" for title, words in rows.items()]
+    return "\n".join([f"{mechanism!r}\n\n{inspect.getdoc(type(mechanism))}\n", *lines])
+
+
+def laws(report: LawReport) -> Table:
+    """Findings, law by law."""
+    kinds, rows = {"kept": "fast", "broken": "broken", "not claimed": "pale"}, []
+    for each in report.findings:
+        sizes = ["", ""] if each.status == "not claimed" else [f"{each.size:.1e}", f"{each.limit:.0e}"]
+        rows.append([each.law, Value(each.status, kinds[each.status]), *sizes, each.detail])
+    return Table(["law", "found", "size", "limit", "detail"], rows, left=(1, 4), title=report.subject)

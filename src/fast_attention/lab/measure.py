@@ -158,11 +158,7 @@ def memory_at_hand(device: torch.device) -> int:
 def by_threads(asked: int | None) -> Iterator[Callable[[], list[str]]]:
     """Measure by so many threads, or by as many as are useful here; torch has its own number again at the end.
 
-    Args:
-        asked: Threads; None: no more than this process may use.
-
-    Yields:
-        A function that returns a sentence for each thing that a reader of the times must know.
+    Yields a function that returns a sentence for each thing that a reader of the times must know.
     """
     own, usable = torch.get_num_threads(), environment.usable_cores()
     try:
@@ -180,23 +176,14 @@ def by_threads(asked: int | None) -> Iterator[Callable[[], list[str]]]:
 
 @dataclass
 class TimingGroup:
-    """Times competitors in the same rounds, at one length; those that do not fit the time are left out.
-
-    Args:
-        setting: What they are measured with.
-        competitors: The baseline, then the others; the first have the first claim to the time.
-        record: Where the cells go.
-        length: Tokens.
-        seconds: Time for this group.
-        watch: Called with every step.
-    """
+    """Times competitors in the same rounds, at one length; those that do not fit the time are left out."""
 
     setting: Setting
-    competitors: Sequence[Competitor]
-    record: Timed
-    length: int
-    seconds: float
-    watch: Callable[[str], None]
+    competitors: Sequence[Competitor]  # the baseline, then the others; the first have the first claim to the time
+    record: Timed  # where the cells go
+    length: int  # tokens
+    seconds: float  # for this group
+    watch: Callable[[str], None]  # called with every step
     started: float = field(default_factory=lambda: time.perf_counter())
     runners: dict[str, Passes] = field(default_factory=dict)
     estimates: dict[str, list[float]] = field(default_factory=dict)  # seconds of one call of each pass

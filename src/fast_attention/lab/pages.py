@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jinja2
 
 from fast_attention.lab.pictures import DARK, Picture
+from fast_attention.lab.records import Record
 from fast_attention.lab.tables import Table
 
 
@@ -63,35 +63,37 @@ class Section(NamedTuple):
     blocks: Sequence[Block]
 
 
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("fast_attention.lab", "templates"), autoescape=True, trim_blocks=True,
+    lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+)  # fmt: skip
+
+
 def page(command: str, sections: Iterable[Section], warnings: Iterable[Words] = ()) -> str:
     """The page of a command; all that is not a picture of ours is escaped."""
     shown = [section for section in sections if section.blocks]
-    return _template().render(command=command, warnings=list(warnings), sections=shown, dark=DARK)
+    template = _TEMPLATES.get_template("page.html")
+    return template.render(command=command, warnings=list(warnings), sections=shown, dark=DARK)
 
 
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fast_attention.lab", "templates"), autoescape=True, trim_blocks=True,
-        lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
-    )  # fmt: skip
-    return environment.get_template("page.html")
+def page_of(
+    record: Record, sections: Iterable[Section], facts: Mapping[str, object], what: str,
+    opening: Iterable[Words] = (), more: str = "",
+) -> str:  # fmt: skip
+    """The page of a record: what it says, how it was measured, and how to reproduce it.
 
-
-def partial(meta: Mapping[str, Any], noun: str) -> list[Words]:
-    """A warning, unless the command came to its end."""
-    status = meta["status"]
-    return [] if status == "complete" else [Words(f"This {noun} was {status}: it is partial.", "warn")]
-
-
-def where(meta: Mapping[str, Any], what: str) -> Words:
-    """One line about what was measured, and on which machine."""
-    return Words(f"{what}; {meta['hardware']}, {meta['threads']} of {meta['cores']} threads.")
-
-
-def run(meta: Mapping[str, Any], facts: Mapping[str, object]) -> Section:
-    """Facts about a run: the command's own, and the machine, versions and time of every record."""
-    after = meta.get("load_average_after")
+    Args:
+        record: The command's record.
+        sections: What it says.
+        facts: About the run, before the machine, the versions and the time of every record.
+        what: What was measured, in one line.
+        opening: Stands above all.
+        more: What else lies beside the page.
+    """
+    meta = record.meta
+    is_complete, after = meta["status"] == "complete", meta.get("load_average_after")
+    partial = [] if is_complete else [Words(f"This {record.noun} was {meta['status']}: it is partial.", "warn")]
+    where = Words(f"{what}; {meta['hardware']}, {meta['threads']} of {meta['cores']} threads.")
     before, end = (", ".join(map(str, loads or ["unknown"])) for loads in (meta["load_average"], after))
     load = f"load average {before} " + ("at the start" if after is None else f"before and {end} after")
     models = f"transformers {meta['transformers'] or 'not used'}, " if "transformers" in meta else ""
@@ -104,10 +106,9 @@ def run(meta: Mapping[str, Any], facts: Mapping[str, object]) -> Section:
         f"torch {meta['torch']}, {models}Python {meta['python']}, {meta['platform']}",
         "When": f"{meta['started']} to {meta.get('finished', 'unfinished')}{spent}{seed}",
     }
-    return Section("What was run", [Facts({**facts, **shared})])
-
-
-def again(meta: Mapping[str, Any], record: str, more: str = "") -> Section:
-    """How to reproduce a run, and where its numbers are."""
-    words = f"{more} All numbers: {record} beside this page.".strip()
-    return Section("How to reproduce", [Code(shlex.join(meta["command"])), Words(words)])
+    again = f"{more} All numbers: {record.data} beside this page.".strip()
+    about = [
+        Section("What was run", [Facts({**facts, **shared})]),
+        Section("How to reproduce", [Code(shlex.join(meta["command"])), Words(again)]),
+    ]
+    return page(record.kind, [*sections, *about], [*opening, *partial, where])

@@ -99,12 +99,7 @@ class Record:
         files.write(path, self.to_json() + "\n")
 
     def leave(self, folder: Path, draw: Callable[[Self], str]) -> None:
-        """Write the record into a folder, and then its page, which may be stopped; each whole or not at all.
-
-        Args:
-            folder: Where they go.
-            draw: Returns the record's page.
-        """
+        """Write the record into a folder, and then its page, which may be stopped; each whole or not at all."""
         self.save(folder / self.data)
         files.write(folder / self.page, draw(self))
 
@@ -127,12 +122,7 @@ def sealed(kind: str, parts: Mapping[str, Any], indent: int | None = 1) -> str:
 
 
 def opened(text: str, kind: str, what: str) -> dict[str, Any]:
-    """The parts of a record, whose checksum is right.
-
-    Args:
-        text: The file.
-        kind: What its schema should name.
-        what: How messages call it.
+    """The parts of a record whose schema names this ``kind``, and whose checksum is right.
 
     Raises:
         ValueError: It is no record of this kind, or damaged.

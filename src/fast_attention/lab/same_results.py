@@ -20,11 +20,7 @@ SHARE = 0.25  # of the seconds that a comparison may take
 def measure(source: Source, lengths: list[int], seconds: float, watch: Callable[[str], None]) -> dict[str, Any] | None:
     """Measure the gain of exact forms in a model, for the record; None where no model is read.
 
-    Args:
-        source: The model and what it reads; lengths beyond its own positions are left out.
-        lengths: Tokens of one text.
-        seconds: Time for all of it, after which no further length begins.
-        watch: Called with every length.
+    Lengths beyond the model's own positions are left out, and none begins after so many seconds.
     """
     if not isinstance(source, HuggingFace):
         return None

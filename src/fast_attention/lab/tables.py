@@ -108,13 +108,9 @@ class Row(NamedTuple):
 
 
 class Table:
-    """Heads over rows; the first column names the row.
+    """Heads over rows, or rows alone; the first column names the row.
 
-    Args:
-        heads: Of the columns; none for a table without.
-        rows: Sequences of strings and values, or ``Row``.
-        left: Numbers of the columns, beside the first, that hold words: on the left.
-        title: Stands above, on the terminal.
+    Columns of the numbers ``left``, beside the first, hold words, on the left. The title stands above on the terminal.
     """
 
     def __init__(
@@ -122,12 +118,8 @@ class Table:
         title: str = "",
     ) -> None:  # fmt: skip
         self.heads, self.title, self.left = list(heads), title, {0, *left}
-        self.rows = [row if isinstance(row, Row) else Row(row) for row in rows]
-
-    @property
-    def values(self) -> list[tuple[list[Value], str]]:
-        """The rows and their kinds."""
-        return [([x if isinstance(x, Value) else Value(x) for x in row.cells], row.kind) for row in self.rows]
+        kinds = [row if isinstance(row, Row) else Row(row) for row in rows]
+        self.rows = [([x if isinstance(x, Value) else Value(x) for x in row.cells], row.kind) for row in kinds]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Columns; where the terminal is too narrow for their words, or they grow tall, every row by itself."""
@@ -138,7 +130,7 @@ class Table:
 
     def _one_by_one(self) -> Iterable[Text | Padding]:
         yield from [Text(self.title)] if self.title else []
-        for values, kind in self.values:
+        for values, kind in self.rows:
             cells = zip(self.heads[1:], values[1:], strict=False)
             words = "; ".join(f"{head} {value.text}".strip() for head, value in cells if value.text)
             yield Text(values[0].text, style=STYLES.get(kind, "bold"))
@@ -150,7 +142,7 @@ class Table:
         for number, head in enumerate(self.heads):
             justify = "left" if number in self.left else "right"
             table.add_column(head, justify=justify, no_wrap=number == 0, overflow="fold")
-        for values, kind in self.values:
+        for values, kind in self.rows:
             cells = (Text(value.text, style=STYLES.get(value.kind, "")) for value in values)
             table.add_row(*cells, style=STYLES.get(kind, ""))
         return table

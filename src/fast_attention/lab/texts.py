@@ -74,10 +74,6 @@ class Corpus:
 def read(path: str | None = None, *, option: str = "--text") -> Corpus:
     """The text in a file, unpacked where its first two bytes say that it is gzip; without a path, Python's reference.
 
-    Args:
-        path: The file.
-        option: What the user gave the path with, for messages.
-
     Raises:
         InputError: The file is missing, empty, damaged, too long or not UTF-8; the message names it.
     """
@@ -209,11 +205,7 @@ TokenIds = list[int]
 
 
 class TextChunks:
-    """Cuts texts into chunks with the tokenizer's own marks at both ends, ``prefix`` and ``suffix``.
-
-    Args:
-        tokenizer: The model's.
-    """
+    """Cuts texts into chunks with the tokenizer's own marks at both ends, ``prefix`` and ``suffix``."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -137,6 +137,11 @@ class Candidate(NamedTuple):
         return not (self.ratio >= BETTER or self.median > asked)
 
     @property
+    def untrained(self) -> str:
+        """Its error before training in words."""
+        return f"median error {percent(self.median)} untrained" if self.error else "its weights are random before"
+
+    @property
     def is_known(self) -> bool:
         """Whether time and error were measured."""
         return not math.isnan(self.ratio + self.median)
@@ -223,7 +228,7 @@ def _answer(record: Comparison, lengths: list[int]) -> list[str]:
         first = f"No, nothing is {better}, at {_lengths(each.length for each in known)}."
     else:
         first = f"No, nothing is {better}: nothing that was compared estimates exact attention."
-    words = [f"{each.at} ({_untrained(each)})" for each in to_train if each not in winners]
+    words = [f"{each.at} ({each.untrained})" for each in to_train if each not in winners]
     second = "; or ".join(words) or "nothing that was timed is more than 10 % faster"
     faster = [f"{each.name} is faster {_from(record, each.name)}" for each in to_train]
     third = "; ".join(faster) or f"none of {_lengths(lengths)}"
@@ -244,10 +249,6 @@ def _to_train(record: Comparison, known: list[Candidate], lengths: list[int], as
     nearest = max(inexact, key=lambda each: (each.length, -each.median), default=None)
     quickest = max(learning, key=lambda each: (each.length, -each.ratio), default=None)
     return [each for each in (nearest, quickest) if each]
-
-
-def _untrained(each: Candidate) -> str:
-    return "its weights are random before" if each.error is None else f"median error {percent(each.median)} untrained"
 
 
 def _from(record: Comparison, name: str) -> str:

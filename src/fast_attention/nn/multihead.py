@@ -189,7 +189,11 @@ class MultiheadAttention(Spread, nn.Module):
             raise Unsupported(f"over several processes there is no {what}")
         spread = None if group is None else shards(group, q.shape[-2], k.shape[-2], q.device)
         tokens = (q.shape[-2], k.shape[-2]) if spread is None else (spread.length, spread.num_keys)
-        sequences = self._packing(cu_seqlens, lengths, *tokens, attn_mask, need_weights)
+        sequences = packing(cu_seqlens, lengths, *tokens, attn_mask)
+        if sequences is not None and need_weights:
+            raise ValueError("packed sequences have no attention matrix in common: pass need_weights=False")
+        if sequences is not None and self.appended:
+            raise Unsupported("add_bias_kv and add_zero_attn append keys to one sequence, not to packed ones")
         if self.rotary is not None and positions is None and key_positions is None:
             positions, key_positions = positions_of(self.rotary, sequences, spread, q.device)
         q, k = rotate_both(self.rotary, q, k, positions, key_positions)
@@ -232,17 +236,6 @@ class MultiheadAttention(Spread, nn.Module):
             row = learned.to(x.dtype).view(1, self.num_kv_heads, 1, self.head_dim)
             x = torch.cat([x, row.expand(x.shape[0], -1, -1, -1)], -2)
         return F.pad(x, (0, 0, 0, 1)) if self.add_zero_attn else x
-
-    def _packing(
-        self, cu_seqlens: CuSeqlens | None, lengths: Lengths | None, queries: int, keys: int, attn_mask: Tensor | None,
-        need_weights: bool,
-    ) -> Packing | None:  # fmt: skip
-        sequences = packing(cu_seqlens, lengths, queries, keys, attn_mask)
-        if sequences is not None and need_weights:
-            raise ValueError("packed sequences have no attention matrix in common: pass need_weights=False")
-        if sequences is not None and self.appended:
-            raise Unsupported("add_bias_kv and add_zero_attn append keys to one sequence, not to packed ones")
-        return sequences
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Masks, need_weights: bool, sequences: Packing | None, group: Any

@@ -24,11 +24,6 @@ def _rates(base: float | Tensor, width: int, device: torch.device) -> Float[Tens
     return torch.exp(-fractions * (base.log() if isinstance(base, Tensor) else math.log(base)))
 
 
-def _angle_device(device: torch.device) -> torch.device:
-    """The device for angles, which are computed in float64: float32 is too coarse for positions in the millions."""
-    return torch.device("cpu") if device.type == "mps" else device  # which knows no float64
-
-
 @dataclass(frozen=True, repr=False)
 class Rotary(Value):
     """Rotary positions (Su et al. 2021, arXiv 2104.09864, Eq. 34): channel pairs rotated in proportion to the position.
@@ -74,8 +69,11 @@ class Rotary(Value):
             raise ValueError(f"{self!r}: factor needs a rope_type: 'linear', 'dynamic' or 'yarn'")
 
     def sin_cos(self, positions: Int[Tensor, "*batch length"], width: int) -> tuple[Tensor, Tensor]:
-        """Sines and cosines at positions (L) or (..., L), for heads of ``width``: (..., 1, L, width / 2)."""
-        positions = positions.to(_angle_device(positions.device))
+        """Sines and cosines at positions (L) or (..., L), for heads of ``width``: (..., 1, L, width / 2).
+
+        Angles are computed in float64: float32 is too coarse for positions in the millions.
+        """
+        positions = positions.cpu() if positions.device.type == "mps" else positions  # which knows no float64
         rates, size = self._rates(positions, width)
         angles = positions[..., None, :, None] * rates
         return angles.sin() * size, angles.cos() * size
@@ -165,11 +163,8 @@ def rotate_both(
 ) -> tuple[Tensor, Tensor]:
     """Queries (N, H, L, E) and keys (N, H, S, E) rotated by their positions, where a module has rotary positions.
 
-    Args:
-        rotary: The positions' settings, or None: q and k stay as they are.
-        q, k: Queries and keys.
-        at: Positions of the queries, (L) or (N, L); None for S - L, S - L + 1, ...
-        keys_at: Those of the keys, (S) or (N, S); None for 0, 1, ..., or for ``at`` where L = S.
+    Queries are ``at`` (L) or (N, L), or else at S - L, S - L + 1, ...; keys at (S) or (N, S), or else at 0, 1, ..., or
+    where the queries are if L = S.
 
     Raises:
         ValueError: Positions are given and not used, of one side alone where L != S, or of another shape.

@@ -23,12 +23,10 @@ from fast_attention.decoding import State
 from fast_attention.engine import heads, trace
 from fast_attention.expressions import in_words
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
-from fast_attention.packed import CuSeqlens, Lengths, PackedLengths, Packing
+from fast_attention.packed import CuSeqlens, Lengths, Packing
 from fast_attention.parallel import collectives
-from fast_attention.parallel.heads import HEADS
 from fast_attention.parallel.shards import Call, Shards, Sizes, Strategy, member_of, shards
-from fast_attention.parallel.states import STATES, leaves
-from fast_attention.parallel.windows import WINDOWS, Windowed
+from fast_attention.parallel.strategies import HEADS, STATES, WINDOWS, Windowed, leaves
 
 Inputs = tuple[Tensor, ...]
 UNLIKE = {
@@ -100,7 +98,7 @@ def attend(
         _as_many(call, sequences)
     chosen = strategy(mechanism, is_causal, masked=call.masked)
     if sequences is not None:
-        chosen = packed_over(chosen, sequences.of(call.shards.length, call.shards.num_keys))
+        chosen = packed_over(chosen, sequences.fitted(call.shards.length, call.shards.num_keys))
     if trace.asked():
         sizes = Sizes(q.shape[:-3].numel(), q.shape[-3], q.shape[-1], v.shape[-1], q.element_size())
         number = chosen.sends(call._replace(key_mask=None), sizes)
@@ -190,7 +188,7 @@ def run(
     return packed.attend(call, q, k, v, sequences, key_mask, kernel=kernel)
 
 
-def _as_many(call: Call, sequences: PackedLengths | None) -> None:
+def _as_many(call: Call, sequences: Packing | None) -> None:
     """Raise ``ValueError`` unless causal queries and keys are as many on every process, and in every sequence."""
     queries, keys = call.shards.queries, call.shards.keys
     if queries != keys:
@@ -204,7 +202,7 @@ def _as_many(call: Call, sequences: PackedLengths | None) -> None:
 
 def _checked(
     check: Callable[[], None], cu_seqlens: CuSeqlens | None = None, lengths: Lengths | None = None
-) -> tuple[PackedLengths | None, Exception | None]:
+) -> tuple[Packing | None, Exception | None]:
     """The packed sequences, and what is wrong with this process's arguments."""
     try:
         check()
@@ -214,16 +212,94 @@ def _checked(
 
 
 def _known_to_all(
-    call: Call, inputs: Inputs, error: Exception | None, sequences: PackedLengths | None = None,
-    state: State | None = None,
-) -> tuple[Call, Inputs]:  # fmt: skip
-    """The call and its inputs as every process knows them; raises on all processes what is wrong on any."""
+    call: Call, inputs: Inputs, error: Exception | None, sequences: Packing | None = None, state: State | None = None
+) -> tuple[Call, Inputs]:
+    """The call and its inputs as all processes know them: with everyone's shards, a mask on all of them or on none.
+
+    ``error`` is what is wrong with this process's arguments. Where the inputs of any process want gradients, those of
+    all do: a process that skips a backward pass leaves the others waiting.
+
+    Raises:
+        ValueError: Arguments are wrong or differ, or a process has no token; on all processes.
+    """
     w = call.w
     if not isinstance(call.shards, Shards):
-        call, inputs = agreed(call, inputs, error, sequences, state)
+        call, inputs = _agreed(call, inputs, error, sequences, state)
     elif error is not None:
         raise error
     return call._replace(w=checks.weights(call.mechanism, w, inputs[0])), inputs
+
+
+def _agreed(
+    call: Call, inputs: Inputs, error: Exception | None, sequences: Packing | None, state: State | None
+) -> tuple[Call, Inputs]:
+    """The same, where the call has the ``ProcessGroup`` in the place of its shards."""
+    group, facts = member_of(call.shards), {} if error is not None else _facts(call, inputs, sequences, state)
+    sizes = [0, 0] if error is not None else [inputs[0].shape[-2], inputs[-1].shape[-2]]
+    wants = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+    row = [error is not None, *sizes, call.masked, *wants, *(map(_digest, facts.values()) if facts else [0] * 7)]
+    device = inputs[-1].device if isinstance(inputs[-1], Tensor) else torch.device("cpu")
+    rows = collectives.all_gather(torch.tensor(row, dtype=torch.float64, device=device), group).tolist()
+    if error is not None:
+        raise error
+    _raise_where_unlike(call.mechanism, [*map(bool, next(zip(*rows, strict=True)))], [each[7:] for each in rows], facts)
+    queries, keys = (tuple(int(each[i]) for each in rows) for i in (1, 2))
+    if 0 in queries or 0 in keys:
+        raise ValueError(
+            f"every process needs a token or more; they hold {list(queries)} queries and {list(keys)} keys"
+        )
+    wanted = [any(column) for column in zip(*(each[4:7] for each in rows), strict=True)]
+    inputs = tuple(
+        x.detach().requires_grad_() if wants and not x.requires_grad else x
+        for x, wants in zip(inputs, wanted, strict=True)
+    )
+    mask = call.key_mask
+    if mask is None and any(each[3] for each in rows):
+        k = inputs[1]
+        mask = torch.ones(*k.shape[:-3], k.shape[-2], dtype=torch.bool, device=k.device)
+    return call._replace(shards=Shards(group, dist.get_rank(group), queries, keys), key_mask=mask), inputs
+
+
+def _facts(call: Call, inputs: Inputs, sequences: Packing | None, state: State | None) -> dict[str, str]:
+    """Facts that must be equal on all processes, in words."""
+    tensors = [f"{tuple(x.shape[:-2])} of width {x.shape[-1]} in {x.dtype}" for x in inputs]
+    weights = [x.requires_grad for x in leaves(call.w)]
+    return {
+        "the mechanism": repr(call.mechanism),
+        "is_causal": repr(call.is_causal),
+        "packed sequences": repr(sequences and (sequences.queries, sequences.keys)),
+        "weights": repr(_checksum(call.w)),
+        "sizes or dtypes, the number of tokens apart": ", ".join(tensors),
+        "gradients": f"{'on' if torch.is_grad_enabled() else 'off'}, of the weights {weights}",
+        "the state": str(state),
+    }
+
+
+def _raise_where_unlike(mechanism: Any, refused: list[bool], digests: list[list[float]], facts: dict[str, str]) -> None:
+    """Raise the same on all processes where one refused its arguments, or facts differ."""
+    if any(refused):
+        rank = refused.index(True)
+        raise ValueError(f"{mechanism!r}: the arguments of process {rank} were refused there; see its error")
+    for i, (name, words) in enumerate(facts.items()):
+        unlike = [rank for rank, each in enumerate(digests) if each[i] != digests[0][i]]
+        if unlike:
+            other = f"processes 0 and {unlike[0]} differ in {name}, which must be equal on all; here: {words}"
+            raise ValueError(UNLIKE.get(name, other))
+
+
+def _digest(text: str) -> float:
+    """A number that tells texts apart."""
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
+
+
+def _checksum(w: Any) -> list[float]:
+    """Two numbers that tell weights apart."""
+    tensors = [x.detach().double().reshape(-1) for x in leaves(w)]
+    if not tensors:
+        return [0.0, 0.0]
+    flat = torch.cat(tensors)
+    rising = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
+    return [flat.sum().item(), (flat * rising).sum().item()]
 
 
 class Part(NamedTuple):
@@ -270,7 +346,7 @@ def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
         if whole:
             rows = [torch.cat([parts[i] for i in whole], -2) for parts in split]
             mask = None if call.key_mask is None else torch.cat([masks[i] for i in whole], -1)  # type: ignore[misc]
-            lengths = Packing(*(tuple(sizes[i] for i in whole) for sizes in (queries, keys)))
+            lengths = Packing(tuple(queries[i] for i in whole), tuple(keys[i] for i in whole))
             run = partial(call.mechanism, w=call.w, is_causal=call.is_causal)
             out = packed.attend(run, rows[0], rows[1], rows[2], lengths, mask)
             outs |= dict(zip(whole, out.split(list(lengths.queries), -2), strict=True))
@@ -289,100 +365,8 @@ def longest(
 ) -> int:
     """The most queries or keys that a sequence has on all processes together, for weights that depend on it.
 
-    Args:
-        group: The ``ProcessGroup``, or the ``Shards`` of it.
-        queries: Number of this process's queries.
-        keys: Number of its keys.
-        device: Where the numbers are exchanged.
-        cu_seqlens: The borders of packed sequences, as in ``attend``.
-        lengths: Instead of it the number of tokens of each sequence.
+    This process has ``queries`` and ``keys``; ``group``, ``cu_seqlens`` and ``lengths`` are as in ``attend``.
     """
     everyone = group if isinstance(group, Shards) else shards(group, queries, keys, device)
     sequences = packed.packing(cu_seqlens, lengths, everyone.length, everyone.num_keys)
     return max(everyone.length, everyone.num_keys) if sequences is None else sequences.longest
-
-
-def agreed(
-    call: Call, inputs: Inputs, error: Exception | None, sequences: PackedLengths | None, state: State | None
-) -> tuple[Call, Inputs]:
-    """The call and its inputs as all processes know them: with everyone's shards, a mask on all of them or on none.
-
-    Where the inputs of any process want gradients, those of all do: a process that skips a backward pass leaves the
-    others waiting.
-
-    Args:
-        call: This process's call, with the ``ProcessGroup`` in the place of its shards.
-        inputs: Queries, keys and values.
-        error: What is wrong with this process's arguments.
-        sequences: The packed sequences, if the tokens are some.
-        state: The state that the tokens follow, if they follow one.
-
-    Raises:
-        ValueError: Arguments are wrong or differ, or a process has no token; on all processes.
-    """
-    group, facts = member_of(call.shards), {} if error is not None else _facts(call, inputs, sequences, state)
-    sizes = [0, 0] if error is not None else [inputs[0].shape[-2], inputs[-1].shape[-2]]
-    wants = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
-    row = [error is not None, *sizes, call.masked, *wants, *(map(_digest, facts.values()) if facts else [0] * 7)]
-    device = inputs[-1].device if isinstance(inputs[-1], Tensor) else torch.device("cpu")
-    rows = collectives.all_gather(torch.tensor(row, dtype=torch.float64, device=device), group).tolist()
-    if error is not None:
-        raise error
-    _raise_where_unlike(call.mechanism, [*map(bool, next(zip(*rows, strict=True)))], [each[7:] for each in rows], facts)
-    queries, keys = (tuple(int(each[i]) for each in rows) for i in (1, 2))
-    if 0 in queries or 0 in keys:
-        raise ValueError(
-            f"every process needs a token or more; they hold {list(queries)} queries and {list(keys)} keys"
-        )
-    inputs = tuple(_wanting(x, any(each[4 + i] for each in rows)) for i, x in enumerate(inputs))
-    mask = call.key_mask
-    if mask is None and any(each[3] for each in rows):
-        k = inputs[1]
-        mask = torch.ones(*k.shape[:-3], k.shape[-2], dtype=torch.bool, device=k.device)
-    return call._replace(shards=Shards(group, dist.get_rank(group), queries, keys), key_mask=mask), inputs
-
-
-def _facts(call: Call, inputs: Inputs, sequences: PackedLengths | None, state: State | None) -> dict[str, str]:
-    """Facts that must be equal on all processes, in words."""
-    tensors = [f"{tuple(x.shape[:-2])} of width {x.shape[-1]} in {x.dtype}" for x in inputs]
-    weights = [x.requires_grad for x in leaves(call.w)]
-    return {
-        "the mechanism": repr(call.mechanism),
-        "is_causal": repr(call.is_causal),
-        "packed sequences": repr(sequences and (sequences.queries, sequences.keys)),
-        "weights": repr(_checksum(call.w)),
-        "sizes or dtypes, the number of tokens apart": ", ".join(tensors),
-        "gradients": f"{'on' if torch.is_grad_enabled() else 'off'}, of the weights {weights}",
-        "the state": str(state),
-    }
-
-
-def _raise_where_unlike(mechanism: Any, refused: list[bool], digests: list[list[float]], facts: dict[str, str]) -> None:
-    """Raise the same on all processes where one refused its arguments, or facts differ."""
-    if any(refused):
-        rank = refused.index(True)
-        raise ValueError(f"{mechanism!r}: the arguments of process {rank} were refused there; see its error")
-    for i, (name, words) in enumerate(facts.items()):
-        unlike = [rank for rank, each in enumerate(digests) if each[i] != digests[0][i]]
-        if unlike:
-            other = f"processes 0 and {unlike[0]} differ in {name}, which must be equal on all; here: {words}"
-            raise ValueError(UNLIKE.get(name, other))
-
-
-def _digest(text: str) -> float:
-    """A number that tells texts apart."""
-    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
-
-
-def _wanting(x: Tensor, wants: bool) -> Tensor:
-    return x.detach().requires_grad_() if wants and not x.requires_grad else x
-
-
-def _checksum(w: Any) -> list[float]:
-    """Two numbers that tell weights apart."""
-    tensors = [x.detach().double().reshape(-1) for x in leaves(w)]
-    if not tensors:
-        return [0.0, 0.0]
-    flat = torch.cat(tensors)
-    rising = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
-    return [flat.sum().item(), (flat * rising).sum().item()]

@@ -125,18 +125,12 @@ class Sizes(NamedTuple):
 class Strategy:
     """A way to spread attention over processes: what is computed, and how many bytes are sent for it.
 
-    Args:
-        name: One word.
-        collectives: What is sent, in words.
-        attend: ``(call, q, k, v) -> outputs`` of this process's queries. Raises ``Unsupported`` on all processes alike.
-        decode: ``(call, q, k, v, state) -> (outputs, state)``: this process's outputs after ``state``, and the state
-            after the tokens of all processes.
-        sends: ``(call, sizes) -> bytes`` that this process sends to others in the forward pass of ``attend``. It reads
-            no tensors but the weights. The backward pass sends as many, of gradients.
+    All functions give what is this process's: outputs of its queries, the state after the tokens of all processes, and
+    the bytes that it sends in the forward pass of ``attend``; the backward pass sends as many, of gradients.
     """
 
     name: str
-    collectives: str
-    attend: Callable[[Call, Tensor, Tensor, Tensor], Tensor]
+    collectives: str  # what is sent, in words
+    attend: Callable[[Call, Tensor, Tensor, Tensor], Tensor]  # raises ``Unsupported`` on all processes alike
     decode: Callable[[Call, Tensor, Tensor, Tensor, State | None], tuple[Tensor, State]]
-    sends: Callable[[Call, Sizes], int]
+    sends: Callable[[Call, Sizes], int]  # reads no tensors but the weights

@@ -13,7 +13,7 @@ from fast_attention import cache_argument
 from fast_attention.mechanism import Mixer, Unsupported
 from fast_attention.parallel.attending import strategy
 from fast_attention.parallel.shards import Shards, member_of, shards
-from fast_attention.parallel.windows import Windowed
+from fast_attention.parallel.strategies import Windowed
 from fast_attention.refusals import is_module
 
 Model = TypeVar("Model", bound=nn.Module)
