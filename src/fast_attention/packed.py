@@ -61,7 +61,7 @@ class Packing:
         yield from members.values()
 
     def fitted(self, queries: int, keys: int) -> Packing:
-        """These sequences, if they are of so many packed queries and keys; ``ValueError`` where these are others."""
+        """Return the sequences, or raise a ``ValueError`` unless they are of so many packed queries and keys."""
         name = self.names[0]
         if not self.is_pair and queries != keys:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a conversion learns: each layer's output, the teacher's readings of the whole; and the figures reported."""
+"""Goals of a conversion: each layer's output, the teacher's readings of a text, and the figures that are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command ``convert`` reads and measures; its record: figures of every stage, costs, tables and page."""
+"""Reads and measures for the command ``convert``; its record: figures of every stage, costs, tables and page."""
 
 from __future__ import annotations
 

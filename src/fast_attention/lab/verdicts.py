@@ -138,7 +138,7 @@ class Candidate(NamedTuple):
 
     @property
     def untrained(self) -> str:
-        """Its error before training in words."""
+        """The error before training, in words."""
         return f"median error {percent(self.median)} untrained" if self.error else "its weights are random before"
 
     @property

@@ -233,7 +233,7 @@ def _known_to_all(
 def _agreed(
     call: Call, inputs: Inputs, error: Exception | None, sequences: Packing | None, state: State | None
 ) -> tuple[Call, Inputs]:
-    """The same, where the call has the ``ProcessGroup`` in the place of its shards."""
+    """``_known_to_all``, where the call has the ``ProcessGroup`` in the place of its shards."""
     group, facts = member_of(call.shards), {} if error is not None else _facts(call, inputs, sequences, state)
     sizes = [0, 0] if error is not None else [inputs[0].shape[-2], inputs[-1].shape[-2]]
     wants = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
