@@ -13,7 +13,7 @@ from torch import Tensor
 from fast_attention import BlockLocal, BlockLocal2d, Local, Local2d, core
 from fast_attention.engine import tiles, trace
 from fast_attention.engine.tiles import Plan
-from fast_attention.integrations.exact import global_window
+from fast_attention.integrations.exact import big_bird, longformer
 from fast_attention.mechanisms.sinkhorn import sinkhorn
 from fast_attention.mechanisms.sparse import grid
 from tests.sparse.test_local import near
@@ -141,18 +141,15 @@ def test_plans_of_windows_with_global_keys() -> None:
         i, j = torch.arange(length)[:, None], torch.arange(length)
         seen = (i - j).abs() <= reach
         seen[:, list(columns)] = True
-        intervals = tuple(global_window._intervals(list(columns)))
-        sees(global_window._of_all_heads(length, reach, 0, intervals), seen)
+        sees(longformer.plan(length, reach, longformer.intervals(list(columns))), seen)
     block = torch.arange(144) // 16
-    ends = torch.tensor([*range(16), *range(128, 144)])
-    intervals = tuple(global_window._intervals(ends.tolist()))
     seen = ((block[:, None] - block).abs() <= 1).int()
-    seen[:, ends] = 1
-    sees(global_window._of_all_heads(144, 16, 16, intervals), seen)
+    seen[:, [*range(16), *range(128, 144)]] = 1
     drawn = torch.randint(0, 9, (3, 9, 2))
     drawn[:, 4] = 3  # twice
     seen = seen + (drawn[:, block, :, None] == block).sum(-2)
-    sees(global_window._with_blocks(144, drawn, 16, 16, intervals), seen[None])
+    q = torch.zeros(3, 144, 1)
+    sees(big_bird.plan(q, q, drawn, size=16), seen[None])
 
 
 def sliding(q: Tensor, k: Tensor, *, left: int, right: int) -> Plan:
@@ -161,10 +158,6 @@ def sliding(q: Tensor, k: Tensor, *, left: int, right: int) -> Plan:
 
 def named(q: Tensor, k: Tensor, table: Tensor, *, size: int) -> Plan:
     return tiles.chosen(table.clone(), k.shape[-2], size=size, is_causal=False, start=0, stop=table.shape[-2])
-
-
-def counted(q: Tensor, k: Tensor, blocks: Tensor, *, size: int) -> Plan:
-    return global_window._with_blocks(q.shape[-2], blocks, size, size, ((0, size),))
 
 
 def tensors(
@@ -269,7 +262,7 @@ def test_grouped_heads_of_any_layout(groups: int) -> None:
 @needs_core
 def test_keys_that_count_several_times() -> None:
     q, k, v, gradient = tensors(144, 144, 16, 16, batch=1)
-    agree(counted, [q, k, v, *[None] * 4], gradient, torch.randint(0, 9, (2, 9, 3)), size=16)
+    agree(big_bird.plan, [q, k, v, *[None] * 4], gradient, torch.randint(0, 9, (2, 9, 3)), size=16)
 
 
 @needs_core

@@ -96,6 +96,21 @@ def test_unusual_calls_run_the_original(monkeypatch: pytest.MonkeyPatch) -> None
     assert KIND.__bases__[0] is type(next(x for x in model.modules() if type(x).__name__ == KIND.__name__))
 
 
+@needs_core
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_the_same_with_all_scores_at_once(dropout: float) -> None:
+    """Outputs and gradients of blocks, with the weights that the same seed drops."""
+    torch.manual_seed(2)
+    tokens, blocks = [torch.randn(2, 48, 4) for _ in range(3)], torch.randint(0, 6, (2, 6, 2))
+    seen, found = torch.arange(48)[None] < 45, []
+    for dtype, run in ((torch.float32, big_bird.attend), (torch.float64, big_bird.attend.reference)):
+        leaves = [x.to(dtype).requires_grad_() for x in tokens]
+        out = run(*leaves, seen, None, None, None, blocks, scale=0.7, size=8, dropout=dropout, seed=5)
+        found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    for ours, theirs in zip(*found, strict=True):
+        assert float((ours.detach() - theirs.detach()).abs().max()) <= 5e-6 * float(theirs.detach().abs().max())
+
+
 def test_a_swap_does_not_run_the_model() -> None:
     """A short text changes BigBird's attention for good, so that no probe may be one."""
     config = BigBirdConfig(

@@ -14,8 +14,8 @@ from transformers import LEDConfig, LEDModel, LongformerConfig, LongformerModel
 
 from fast_attention import core
 from fast_attention.integrations import calls
-from fast_attention.integrations.exact import global_window, longformer
-from fast_attention.integrations.exact.global_window import attend
+from fast_attention.integrations.exact import longformer
+from fast_attention.integrations.exact.longformer import attend
 
 needs_core = pytest.mark.skipif(bool(core.unavailable()), reason=core.unavailable() or "it serves")
 LENGTH = 201  # which the models pad to 224 for layers with windows of 32 and 16
@@ -187,7 +187,7 @@ def test_undone_by_the_first_base() -> None:
             assert type(module).__bases__[0] is type(before)
             assert type(module).__name__ == type(before).__name__
             form = getattr(module, "exact_form", None)
-            assert form is None or form()[1] == (None if core.unavailable() else longformer.SHORTEST)
+            assert form is None or form()[1] == longformer.SHORTEST
 
 
 def test_dropout_in_training() -> None:
@@ -210,28 +210,22 @@ def sequence(**sizes: int) -> list[Tensor]:
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("columns", [None, torch.tensor([1, 2, 40])])
 def test_the_same_with_all_scores_at_once(dropout: float, columns: Tensor | None) -> None:
-    """Outputs and gradients of a window and of blocks, with the weights that the same seed drops."""
+    """Outputs and gradients of a window, with the weights that the same seed drops."""
     masked = torch.arange(48) >= 45
-    blocks = torch.randint(0, 6, (2, 6, 2))
-    for reach, size, table in ((5, 0, ()), (8, 8, ()), (8, 8, (blocks,))):
-        if table and columns is not None:
-            columns = torch.arange(8)  # whole blocks, as BigBird's are
-        found = []
-        for dtype in (torch.float32, torch.float64):
-            leaves = [x.to(dtype).requires_grad_() for x in sequence()]
-            torch.manual_seed(5)
-            given: dict[str, Any] = {"scale": 0.7, "dropout": dropout, "reach": reach, "size": size}
-            if dtype == torch.float32:
-                blocks_given = table[0] if table else None
-                out = attend(*leaves, masked=masked, columns=columns, blocks=blocks_given, **given)
-            else:
-                intervals = () if columns is None else tuple(global_window._intervals(columns.tolist()))
-                seed = int(torch.randint(2**62, ())) if dropout else 0
-                settings = {"columns": intervals, "seed": seed, **given}
-                out = global_window._compiled.reference(*leaves, ~masked[None], None, None, None, *table, **settings)
-            found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
-        for ours, theirs in zip(*found, strict=True):
-            assert float((ours.detach() - theirs.detach()).abs().max()) <= 5e-6 * float(theirs.detach().abs().max())
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in sequence()]
+        torch.manual_seed(5)
+        given: dict[str, Any] = {"scale": 0.7, "dropout": dropout, "reach": 5}
+        if dtype == torch.float32:
+            out = attend(*leaves, masked=masked, columns=columns, **given)
+        else:
+            given["columns"] = () if columns is None else longformer.intervals(columns.tolist())
+            given["seed"] = int(torch.randint(2**62, ())) if dropout else 0
+            out = longformer.attention_in_tiles.reference(*leaves, ~masked[None], None, None, None, **given)
+        found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    for ours, theirs in zip(*found, strict=True):
+        assert float((ours.detach() - theirs.detach()).abs().max()) <= 5e-6 * float(theirs.detach().abs().max())
 
 
 @needs_core

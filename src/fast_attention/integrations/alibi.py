@@ -21,43 +21,20 @@ from fast_attention.mechanism import Unsupported
 Attend = Callable[..., tuple[Tensor, Any]]  # (q, k, v, dropout=, scaling=) -> outputs (B, L, H, E) and matrices
 
 
-def _bloom_slopes(self: Any, device: torch.device) -> Float[Tensor, "heads"]:
-    """The slope of each head, read from BLOOM's own function."""
-    ones = torch.ones(1, 2, dtype=torch.long, device=device)
-    return modeling_bloom.build_alibi_tensor(ones, self.num_heads, torch.float32)[:, 0, 1]
-
-
-def _mpt_slopes(self: Any, device: torch.device) -> Float[Tensor, "heads"]:
-    """The slope of each head, read from MPT's own function."""
-    return -modeling_mpt.build_mpt_alibi_tensor(self.n_heads, 2, device=device)[:, 0, 0]
-
-
-def _bloom(module: Any, attend: Attend, hidden_states: Tensor, residual: Tensor, cache: Any) -> tuple[Tensor, Any]:
-    """Run BLOOM's attention module with ``attend``; its outputs and matrices."""
-    q, k, v = module._reshape(module.query_key_value(hidden_states))
-    if cache is not None:
-        k, v = cache.update(k, v, module.layer_idx)
-    dropout = module.attention_dropout.p if module.training else 0.0
-    out, weights = attend(q, k, v, dropout=dropout, scaling=module.inv_norm_factor)
-    return residual + F.dropout(module.dense(out.flatten(2)), module.hidden_dropout, module.training), weights
-
-
-def _mpt(module: Any, attend: Attend, hidden_states: Tensor, cache: Any) -> tuple[Tensor, Any]:
-    """Run MPT's attention module with ``attend``; its outputs and matrices."""
-    qkv = module.Wqkv(hidden_states)
-    qkv = qkv.clamp(-module.clip_qkv, module.clip_qkv) if module.clip_qkv else qkv
-    q, k, v = qkv.unflatten(-1, (3, module.n_heads, module.head_dim)).permute(2, 0, 3, 1, 4)
-    if cache is not None:
-        k, v = cache.update(k, v, module.layer_idx)
-    dropout = module.attn_dropout_p if module.training else 0.0
-    out, weights = attend(q, k, v, dropout=dropout, scaling=module.softmax_scale)
-    return module.out_proj(out.flatten(2)), weights
-
-
 # By a mechanism -------------------------------------------------------------------------------------------------------
 
 
-def _by_mechanism(layer: Any, mask: Visibility | Tensor | None) -> Attend:
+def _by_mechanism(layer: Any, mask: Any, dropout: float) -> Attend:
+    """Attention by the layer's mechanism.
+
+    Raises:
+        Unsupported: The mask is one of all pairs, of which MPT's code and ours mean the opposite.
+    """
+    if isinstance(mask, Tensor) and not layer.by_token:
+        raise Unsupported(
+            "MPT with a mask of every pair (the caller's own, or that of a cache of a fixed size). What would "
+            "work: attention_mask with a number for each token, and generate without cache_implementation"
+        )
     tokens = mask.tokens if layer.by_token and isinstance(mask, Visibility) else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Any]:
@@ -82,47 +59,6 @@ def _by_key(slopes: Tensor, keys: int, tokens: Tensor | None) -> Tensor:
     return slopes[:, None, None] * positions[:, None, None]
 
 
-class BloomAttention(modeling_bloom.BloomAttention):
-    """BLOOM's attention module with the same parts; its softmax is the attention function of the swap."""
-
-    is_causal, by_token = True, True  # positions are counted over the tokens that are there
-    slopes = _bloom_slopes
-
-    def forward(
-        self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Visibility | Tensor,
-        layer_past: Any = None, *args: Any, **settings: Any,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Run transformers' module without its ``alibi``."""
-        return _bloom(self, _by_mechanism(self, attention_mask), hidden_states, residual, layer_past)
-
-
-class MptAttention(modeling_mpt.MptAttention):
-    """MPT's attention module with the same parts; its softmax is the attention function of the swap."""
-
-    is_causal, by_token = True, False
-    slopes = _mpt_slopes
-
-    def forward(
-        self, hidden_states: Tensor, position_bias: Tensor, cache: Any = None,
-        attention_mask: Visibility | Tensor | None = None, past_key_values: Any = None, **settings: Any,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Run transformers' module without its ``position_bias``.
-
-        Raises:
-            Unsupported: The mask is one of all pairs, of which MPT's code and ours mean the opposite.
-        """
-        if isinstance(attention_mask, Tensor):
-            raise Unsupported(
-                "MPT with a mask of every pair (the caller's own, or that of a cache of a fixed size). What would "
-                "work: attention_mask with a number for each token, and generate without cache_implementation"
-            )
-        cache = past_key_values if cache is None else cache  # its name before transformers 5.20
-        return _mpt(self, _by_mechanism(self, attention_mask), hidden_states, cache)
-
-
-MECHANISMS: dict[type, type] = {kind.__bases__[0]: kind for kind in (BloomAttention, MptAttention)}
-
-
 # The same in tiles, where the mask is a ``Visibility`` ----------------------------------------------------------------
 
 
@@ -141,8 +77,12 @@ class Slopes(NamedTuple):
 
 
 def _in_tiles(layer: Any, mask: Any, dropout: float) -> Attend | None:
-    """Attention in tiles; None where weights are dropped, whose scores are held, or the mask is not ours."""
-    if not isinstance(mask, Visibility) or (layer.training and dropout):
+    """Attention in tiles; None where weights are dropped, whose scores are held, or the mask is not ours.
+
+    None also where BLOOM's outputs are projected slice by slice.
+    """
+    is_sliced = getattr(layer, "pretraining_tp", 1) > 1 and layer.slow_but_exact
+    if not isinstance(mask, Visibility) or (layer.training and dropout) or is_sliced:
         return None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Any]:
@@ -152,40 +92,76 @@ def _in_tiles(layer: Any, mask: Any, dropout: float) -> Attend | None:
     return attend
 
 
-class ExactBloomAttention(modeling_bloom.BloomAttention):
-    """BLOOM's attention module with the same parts; in tiles where the mask is a ``Visibility``."""
+# The modules ----------------------------------------------------------------------------------------------------------
 
-    is_causal = True
-    slopes = _bloom_slopes
+
+def _bloom_slopes(self: Any, device: torch.device) -> Float[Tensor, "heads"]:
+    """The slope of each head, read from BLOOM's own function."""
+    ones = torch.ones(1, 2, dtype=torch.long, device=device)
+    return modeling_bloom.build_alibi_tensor(ones, self.num_heads, torch.float32)[:, 0, 1]
+
+
+def _mpt_slopes(self: Any, device: torch.device) -> Float[Tensor, "heads"]:
+    """The slope of each head, read from MPT's own function."""
+    return -modeling_mpt.build_mpt_alibi_tensor(self.n_heads, 2, device=device)[:, 0, 0]
+
+
+class BloomAttention(modeling_bloom.BloomAttention):
+    """BLOOM's attention module with the same parts; its softmax is the attention function of a swap."""
+
+    is_causal, by_token = True, True  # positions are counted over the tokens that are there
+    slopes, attending = _bloom_slopes, staticmethod(_by_mechanism)
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Any, layer_past: Any = None,
         *args: Any, **settings: Any,
     ) -> Any:  # fmt: skip
-        """Same as transformers' module."""
-        attend = _in_tiles(self, attention_mask, self.attention_dropout.p)
-        if attend is not None and not (self.pretraining_tp > 1 and self.slow_but_exact):
-            return _bloom(self, attend, hidden_states, residual, layer_past)
-        mask = attention_mask.dense() if isinstance(attention_mask, Visibility) else attention_mask
-        return super().forward(hidden_states, residual, alibi, mask, layer_past, *args, **settings)
+        """Run transformers' module without its ``alibi``, or as it is."""
+        attend = self.attending(self, attention_mask, self.attention_dropout.p)
+        if attend is None:
+            mask = attention_mask.dense() if isinstance(attention_mask, Visibility) else attention_mask
+            return super().forward(hidden_states, residual, alibi, mask, layer_past, *args, **settings)
+        q, k, v = self._reshape(self.query_key_value(hidden_states))
+        if layer_past is not None:
+            k, v = layer_past.update(k, v, self.layer_idx)
+        dropout = self.attention_dropout.p if self.training else 0.0
+        out, weights = attend(q, k, v, dropout=dropout, scaling=self.inv_norm_factor)
+        return residual + F.dropout(self.dense(out.flatten(2)), self.hidden_dropout, self.training), weights
 
 
-class ExactMptAttention(modeling_mpt.MptAttention):
-    """MPT's attention module with the same parts; in tiles where the mask is a ``Visibility``."""
+class MptAttention(modeling_mpt.MptAttention):
+    """MPT's attention module with the same parts; its softmax is the attention function of a swap."""
 
-    is_causal = True
-    slopes = _mpt_slopes
+    is_causal, by_token = True, False
+    slopes, attending = _mpt_slopes, staticmethod(_by_mechanism)
 
     def forward(
         self, hidden_states: Tensor, position_bias: Tensor, cache: Any = None, attention_mask: Any = None,
-        **settings: Any,
+        past_key_values: Any = None, **settings: Any,
     ) -> Any:  # fmt: skip
-        """Same as transformers' module."""
-        attend = _in_tiles(self, attention_mask, self.attn_dropout_p)
-        if attend is not None:
-            return _mpt(self, attend, hidden_states, cache)
-        mask = attention_mask.dense().bool() if isinstance(attention_mask, Visibility) else attention_mask
-        return super().forward(hidden_states, position_bias, cache, attention_mask=mask, **settings)
+        """Run transformers' module without its ``position_bias``, or as it is."""
+        cache = past_key_values if cache is None else cache  # its name before transformers 5.20
+        attend = self.attending(self, attention_mask, self.attn_dropout_p)
+        if attend is None:
+            mask = attention_mask.dense().bool() if isinstance(attention_mask, Visibility) else attention_mask
+            return super().forward(hidden_states, position_bias, cache, attention_mask=mask, **settings)
+        qkv = self.Wqkv(hidden_states)
+        qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv) if self.clip_qkv else qkv
+        q, k, v = qkv.unflatten(-1, (3, self.n_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        dropout = self.attn_dropout_p if self.training else 0.0
+        out, weights = attend(q, k, v, dropout=dropout, scaling=self.softmax_scale)
+        return self.out_proj(out.flatten(2)), weights
 
 
-EXACT: dict[type, type] = {kind.__bases__[0]: kind for kind in (ExactBloomAttention, ExactMptAttention)}
+class ExactBloomAttention(BloomAttention):
+    """BLOOM's attention module with the same parts; in tiles where the mask is a ``Visibility``."""
+
+    attending = staticmethod(_in_tiles)
+
+
+class ExactMptAttention(MptAttention):
+    """MPT's attention module with the same parts; in tiles where the mask is a ``Visibility``."""
+
+    attending = staticmethod(_in_tiles)

@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 NAME = "fast_attention"
-BEFORE = "_fast_attention_before"  # what a swapped model, and each config of it, keeps the former implementation under
+BEFORE = "_fast_attention_before"  # where each config of a swapped model keeps what it named before
+SWAPPED = "_fast_attention_swapped"  # where a swapped model, of either kind, keeps the name that it had before
 _renewed: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()  # the configs given, and the copies
 
 

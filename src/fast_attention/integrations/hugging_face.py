@@ -22,7 +22,8 @@ from fast_attention.integrations import (
     visible,
 )
 from fast_attention.integrations.attention import NAME, SINKS
-from fast_attention.integrations.fresh import BEFORE
+from fast_attention.integrations.exact import masks
+from fast_attention.integrations.fresh import BEFORE, SWAPPED
 from fast_attention.integrations.probing import AttentionCall
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
@@ -31,8 +32,6 @@ from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.nn.bound import Bound
-
-EXACT = "_fast_attention_exact"  # the name of the exact model
 
 
 def swap(
@@ -49,10 +48,9 @@ def swap(
     _check(model)
     probing.check_loaded(model)
     swap_back(model)
-    before = _implementations(model)
     fresh.own_configs(model)
     try:
-        _set_implementation(model, NAME)
+        _call_ours(model)
         forward, called, run = probing.find_layers(model, probe)
         layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in called.items()]
         if not any(layer.replaced for layer, _ in layers):
@@ -63,7 +61,7 @@ def swap(
                 swapped = Swapped(bound, kept=not layer.replaced, positions=relative.of(model, layer.name))
                 _install(model.get_submodule(layer.name), swapped)
         probing.check_called(model, [layer.name for layer, _ in layers], forward)
-        settle(model, before, model.name_or_path)
+        settle(model)
         if skip_padding:
             if others := [layer.name for layer, bound in uncalled if bound is None]:
                 raise Unsupported(
@@ -71,9 +69,7 @@ def swap(
                 )
             unpadding.try_skipping(model)
     except BaseException:
-        model.__dict__.pop(BEFORE, None)
-        _remove(model)
-        _set_implementation(model, before)
+        swap_back(model)
         raise
     model.name_or_path = ""  # adapters that are trained now must not be put on the exact model of that name
     return tuple(layer for layer, _ in (*layers, *uncalled))
@@ -82,46 +78,46 @@ def swap(
 def restore(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
     """Put mechanisms, by name, into a model whose weights are about to be loaded; call ``settle`` afterwards."""
     _check(model)
-    _set_implementation(model, NAME)
+    _call_ours(model)
     for name, swapped in layers.items():
         _install(model.get_submodule(name), swapped)
 
 
-def settle(model: PreTrainedModel, before: str | dict[str, str], name: str | None) -> None:
-    """Complete a swap: note the former implementations ``before`` and ``name``, and let calls and saving know."""
-    model.__dict__.update({BEFORE: before, EXACT: name})
+def settle(model: PreTrainedModel) -> None:
+    """Complete a swap: let calls and saving know."""
     forward_pass.enter_calls(model)
     untyped: Any = model
     untyped.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
 
 
 def swap_back(model: PreTrainedModel) -> bool:
-    """Restore the model's own attention; whether it had been swapped."""
-    before = model.__dict__.pop(BEFORE, None)
-    if before is not None:
-        _remove(model)
-        _set_implementation(model, before)
-    return before is not None
+    """Restore a model's own attention, after either kind of swap; whether it had been swapped."""
+    if SWAPPED not in model.__dict__:
+        return False
+    model.name_or_path = model.__dict__.pop(SWAPPED)
+    model.__dict__.pop("save_pretrained", None)
+    unpadding.set_skipping(model, False)
+    forward_pass.leave_calls(model)
+    module_classes.restore(model)
+    for name, swapped in layers_of(model).items():
+        for hook in swapped.hooks:
+            hook.remove()
+        del model.get_submodule(name)._modules[CHILD]
+    for config in fresh.configs(model):
+        named = config._attn_implementation
+        config._attn_implementation_internal = vars(config).pop(BEFORE, masks.FORMER.get(named, named))
+    return True
 
 
-def _implementations(model: PreTrainedModel) -> str | dict[str, str]:
-    """The attention function that a model calls; where parts of it call others, those by the names of their configs."""
-    whole = str(model.config._attn_implementation)
-    configs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
-    parts = {name: config._attn_implementation for name, config in configs.items() if config is not None}
-    others = {name: each for name, each in parts.items() if each is not None and each != whole}
-    return {"": whole, **dict.fromkeys(parts, whole), **others} if others else whole
-
-
-def _set_implementation(model: PreTrainedModel, name: str | dict[str, str]) -> None:
-    """Set the attention function that a model calls, and all models in it."""
+def _call_ours(model: PreTrainedModel) -> None:
+    """Let a model, and all models in it, call our attention function; configs keep what they named before."""
+    model.__dict__[SWAPPED] = model.name_or_path
     former = {id(config): config._attn_implementation for config in fresh.configs(model)}
-    module_classes.exchange(model, exact=False) if name == NAME else module_classes.restore(model)
+    module_classes.exchange(model, exact=False)
     if model.config.model_type in module_classes.ALIBI:
-        config: Any = model.config  # which takes several too
-        config._attn_implementation = name
+        model.config._attn_implementation = NAME
     else:
-        model.set_attn_implementation(name)
+        model.set_attn_implementation(NAME)
     fresh.mark(model, former)
 
 
@@ -239,11 +235,11 @@ def _install(module: nn.Module, swapped: Swapped) -> None:
     )
 
 
-def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Note transformers' cache for the attention function, which does not get it; spare T5 the bias of all pairs."""
+def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Note transformers' cache, which the attention function does not get, and whether the mechanism adds positions."""
     swapped = module._modules.get(CHILD)
     if not isinstance(swapped, Swapped):
-        return None
+        return
     given, cache = (*args, *kwargs.values()), None
     if getattr(module, "is_causal", False):
         caches = [x for x in given if isinstance(x, Cache)]
@@ -251,8 +247,6 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     adds_positions = swapped.positions is not None and any(swapped.adds_positions(x) for x in given)
     state = None if cache is None else swapped.state_in(cache, module)
     calls.begin(module, cache=state, adds_positions=adds_positions)
-    needs_bias = adds_positions and kwargs.get("position_bias", relative) is None
-    return (args, {**kwargs, "position_bias": relative.NOTHING}) if needs_bias else None
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -263,14 +257,3 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
             f"{type(module).__name__} was swapped for {swapped.bound.mechanism!r}, and other attention ran: "
             "the model's implementation was set meanwhile. Call swap_back(model) first, or swap it again"
         )
-
-
-def _remove(model: PreTrainedModel) -> None:
-    unpadding.set_skipping(model, False)
-    model.__dict__.pop("save_pretrained", None)
-    model.name_or_path = model.__dict__.pop(EXACT, model.name_or_path)
-    forward_pass.leave_calls(model)
-    for name, swapped in layers_of(model).items():
-        for hook in swapped.hooks:
-            hook.remove()
-        del model.get_submodule(name)._modules[CHILD]

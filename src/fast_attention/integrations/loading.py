@@ -93,18 +93,19 @@ class Restoring(HfQuantizer):
 
     def postprocess_model(self, model: Any, **settings: Any) -> Any:
         """Complete the swap, and raise unless sizes agree and all weights of the mechanisms were loaded."""
-        from fast_attention.integrations import hugging_face, torch_nn, unpadding
+        from fast_attention.integrations import hugging_face, modules, unpadding
 
         skip_padding = self.quantization_config.skip_padding
         self.remove_quantization_config(model)
         del model.is_quantized
-        hugging_face.settle(model, model.get_correct_attn_implementation(None), "")
+        hugging_face.settle(model)
+        model.__dict__[fresh.SWAPPED] = ""  # no exact model has a name
         tensors = model.state_dict(keep_vars=True)
         mismatched = [f"{name} {tuple(x.shape)} for {tuple(self.sizes[name])}" for name, x in tensors.items()
                   if x.shape != self.sizes.get(name, x.shape)]  # fmt: skip
         if mismatched:  # of which transformers 5.5 tells nothing
             raise ValueError(f"sizes mismatch between the weights and {type(model).__name__}: {', '.join(mismatched)}")
-        starts = tuple(f"{name}.attention." for names in torch_nn.swapped_in(model).values() for name in names)
+        starts = tuple(f"{name}.attention." for names in modules.swapped_in(model).values() for name in names)
         mechanism_tensors = [
             (name, x) for name, x in tensors.items() if f".{hugging_face.CHILD}." in name or name.startswith(starts)
         ]

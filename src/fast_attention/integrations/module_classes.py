@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 from torch import nn
 
 PACKAGE = __name__.rpartition(".")[0]
-# Folders of transformers' models, and our files with subclasses for the modules in them: ``MECHANISMS`` leave scores,
-# or what positions add to them, to a mechanism; ``EXACT`` ones compute what the module computes, in forms of ours.
+# Folders of transformers' models, and our files with subclasses of the modules in them, by the same names. Those of
+# ``exact``, and such as are called ``Exact...``, are for exact swaps alone.
 FILES = {
-    "bloom": "alibi", "mpt": "alibi", "umt5": "own_positions", "wav2vec2_conformer": "own_positions",
-    "wav2vec2_bert": "own_positions", "parakeet": "own_positions",
-}  # fmt: skip
-EXACT_FILES = {
-    "longformer": "exact.longformer", "led": "exact.longformer", "big_bird": "exact.big_bird", "bloom": "alibi",
-    "mpt": "alibi", **dict.fromkeys(("longt5", "mt5", "pop2piano", "switch_transformers", "t5", "umt5"), "exact.t5"),
-}  # fmt: skip
+    **dict.fromkeys(("bloom", "mpt"), "alibi"),
+    **dict.fromkeys(("longt5", "mt5", "pop2piano", "switch_transformers", "t5", "umt5"), "t5"),
+    **dict.fromkeys(("parakeet", "wav2vec2_bert", "wav2vec2_conformer"), "conformers"),
+    **dict.fromkeys(("led", "longformer"), "exact.longformer"),
+    "big_bird": "exact.big_bird",
+}
 ALIBI = ("bloom", "mpt")  # kinds of models whose masks are made by transformers' functions, and that call no interface
 
 
 def exchange(model: nn.Module, *, exact: bool) -> None:
     """Exchange the classes of such modules in a model."""
     for module in model.modules():
-        folder, _, file = type(module).__module__.removeprefix("transformers.models.").partition(".")
-        ours = (EXACT_FILES if exact else FILES).get(folder) if file == f"modeling_{folder}" else None
-        if ours is not None:
-            kinds: dict[type, type[Any]] = vars(import_module(f"{PACKAGE}.{ours}"))["EXACT" if exact else "MECHANISMS"]
-            module.__class__ = kinds.get(type(module), type(module))
+        kind = type(module)
+        folder, _, file = kind.__module__.removeprefix("transformers.models.").partition(".")
+        ours = FILES.get(folder, "") if file == f"modeling_{folder}" else ""
+        if ours and (exact or not ours.startswith("exact.")):
+            kinds = vars(import_module(f"{PACKAGE}.{ours}"))
+            same = kinds.get(kind.__name__, kind)
+            module.__class__ = kinds.get(f"Exact{kind.__name__}", same) if exact else same
+
+
+def original(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of transformers that one of ours was made from; any other class as it is."""
+    if not kind.__module__.startswith(f"{PACKAGE}."):
+        return kind
+    return next((base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")), kind)
 
 
 def restore(model: nn.Module) -> None:
     """Give the modules their own classes back."""
     for module in model.modules():
-        kind, base = type(module), type(module).__bases__[0]
-        if kind.__module__.startswith(f"{PACKAGE}.") and base.__module__.startswith("transformers.models."):
-            module.__class__ = base
+        module.__class__ = original(type(module))

@@ -14,6 +14,9 @@ from fast_attention.integrations.report import UNNAMED, Layer, chosen, no_querie
 from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Unsupported
 
+BEFORE = "_before_swap"  # where a module of ours keeps the one whose place it took, which shares its parts
+PARTS = ("_modules", "_parameters", "_buffers")
+
 
 def exchange(library: Any, model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
     """Replace every attention module of a library's that ``wanted`` names; weights are shared, names stay.
@@ -21,7 +24,7 @@ def exchange(library: Any, model: nn.Module, wanted: Any, max_len: int | None) -
     Args:
         library: ``torch_nn`` or ``timm``: ``is_attention`` of a module; its ``sizes``, which are heads, the width of
             one, and what is known of what it runs; the ``unsupported_reason`` of a mechanism there; the
-            ``replacement``, and remarks on it.
+            ``replacement``, of class ``OURS``, and remarks on it.
         model: The model, changed in place.
         wanted: A mechanism, or one for every pattern of layer names.
         max_len: The longest sequence, for mechanisms with ``traits.needs_max_len``.
@@ -59,6 +62,33 @@ def exchange(library: Any, model: nn.Module, wanted: Any, max_len: int | None) -
     for name, new in replacements:
         replace_module(model, name, new)
     return tuple(layers)
+
+
+def take_over(new: Any, old: nn.Module) -> None:
+    """Give a new module the parts and the mode of an old one: nothing is copied, and an optimiser keeps them."""
+    for parts in PARTS:
+        vars(new)[parts].update(vars(old)[parts])
+    new._non_persistent_buffers_set.update(old._non_persistent_buffers_set)
+    new.training, new.__dict__[BEFORE] = old.training, old
+
+
+def swap_back(model: nn.Module, kind: type[nn.Module] = nn.Module) -> bool:
+    """Put the former modules back in place of ours of a kind, with the present weights; whether there were any."""
+    swapped = swapped_in(model, kind)
+    for module, names in swapped.items():
+        old = module.__dict__[BEFORE]
+        for parts in PARTS:
+            its = vars(old)[parts]
+            its.update({name: part for name, part in vars(module)[parts].items() if name in its})
+        old.training = module.training
+        for name in names:
+            replace_module(model, name, old)
+    return bool(swapped)
+
+
+def swapped_in(model: nn.Module, kind: type[nn.Module] = nn.Module) -> dict[Any, list[str]]:
+    """The modules of a kind of ours that took the place of others in a model, with their names."""
+    return names_in(model, lambda module: isinstance(module, kind) and BEFORE in module.__dict__)
 
 
 def names_in(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[nn.Module, list[str]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fast_attention.integrations import calls
+from fast_attention.integrations import calls, module_classes
 from fast_attention.integrations.modules import evaluating
 from fast_attention.integrations.swapped import layers_of
 from fast_attention.integrations.visible import Visibility
@@ -246,7 +246,7 @@ def _classes(model: nn.Module, is_wanted: Callable[[type[nn.Module]], bool]) -> 
 
 def calls_interface(kind: type[nn.Module]) -> bool:
     """Whether modules of a class call their attention through transformers' interface, as their code says."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    code = getattr(inspect.unwrap(module_classes.original(kind).forward), "__code__", None)
     return code is not None and INTERFACE in code.co_names
 
 

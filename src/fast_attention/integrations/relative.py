@@ -26,6 +26,7 @@ from fast_attention.nn.bound import Bound
 from fast_attention.refusals import loaded
 
 T5_LIKE = ("T5Attention", "MT5Attention", "UMT5Attention", "SwitchTransformersAttention", "Pop2PianoAttention")
+TABLE = "relative_attention_bias"  # what it is called in those that have one
 CONFORMERS = {  # kinds of attention modules, and their u, their v and the map of their sinusoids
     "Wav2Vec2ConformerSelfAttention": ("pos_bias_u", "pos_bias_v", "linear_pos"),
     "Wav2Vec2BertSelfAttention": ("pos_bias_u", "pos_bias_v", "linear_pos"),
@@ -89,7 +90,7 @@ def of(model: nn.Module, name: str) -> Positions | None:
     module: Any = model.get_submodule(name)
     if type(module).__name__ in T5_LIKE:
         first = re.sub(r"\bblock\.\d+\.", "block.0.", name)  # whose table all layers share
-        first = name if module.has_relative_attention_bias else first
+        first = name if TABLE in module._modules else first
         return _buckets(model.get_submodule(first), first)
     parts = CONFORMERS.get(type(module).__name__, ())
     is_plain = getattr(module, "num_key_value_groups", 1) == 1  # as many heads of keys, and distances read as they are
@@ -105,14 +106,14 @@ def of(model: nn.Module, name: str) -> Positions | None:
 
 
 def _buckets(holder: Any, name: str) -> Positions:
-    if not holder.has_relative_attention_bias:
+    if TABLE not in holder._modules:
         return Positions(None)
     bias = T5Buckets(
         holder.relative_attention_num_buckets, holder.relative_attention_max_distance,
         bidirectional=not holder.is_decoder,
     )  # fmt: skip
     whose = "its" if type(holder).__name__ == "UMT5Attention" else name  # which shares none among layers
-    return Positions(bias, f"{whose} relative_attention_bias", holder, _table)
+    return Positions(bias, f"{whose} {TABLE}", holder, _table)
 
 
 def _table(holder: Any) -> BucketWeights:

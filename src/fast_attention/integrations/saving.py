@@ -25,7 +25,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fast_attention import __version__, catalogue, files
 from fast_attention.integrations import timm, torch_nn, unpadding
 from fast_attention.integrations.attention import NAME
-from fast_attention.integrations.fresh import BEFORE
+from fast_attention.integrations.fresh import BEFORE, SWAPPED
+from fast_attention.integrations.modules import swapped_in
 from fast_attention.integrations.swapped import Swapped, layers_of
 from fast_attention.mechanism import Unsupported
 
@@ -63,7 +64,7 @@ def save_pretrained(
     layers = layers_of(model)
     if not is_main_process:
         return
-    if not layers and not _others(model):
+    if not layers and not swapped_in(model):
         raise ValueError(f"{type(model).__name__} is not swapped: save it by its own save_pretrained")
     if getattr(model, "_hf_peft_config_loaded", False):  # transformers then writes the adapters and nothing else
         _write(model, save_directory, state_dict=state_dict, push_to_hub=push_to_hub, **settings)
@@ -130,7 +131,7 @@ def from_pretrained(
         if isinstance(error, OSError) and not local.is_dir():
             raise  # the hub's
         raise ValueError(f"{os.fspath(folder)} holds no sound swapped model: {error}") from error
-    if BEFORE not in model.__dict__:  # config= was of a swapped model
+    if SWAPPED not in model.__dict__:  # config= was of a swapped model
         raise ValueError(f"{os.fspath(folder)} was read by a config that names no mechanisms: leave config= out")
     if problems := {why: sorted(map(str, names)) for why, names in info.items() if names}:
         raise ValueError(f"{os.fspath(folder)}: its weights do not belong to {kind.__name__}: {problems}")
@@ -142,7 +143,6 @@ def _implementations(model: PreTrainedModel, layers: dict[str, Swapped]) -> str 
 
     SAM's layers for images look their class up by that name.
     """
-    before = model.__dict__.get(BEFORE, "sdpa")
     swapped = {id(getattr(model.get_submodule(name), "config", None)) for name in layers}
     parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
 
@@ -151,7 +151,7 @@ def _implementations(model: PreTrainedModel, layers: dict[str, Swapped]) -> str 
         return id(config) in swapped or any(runs(part) for part in inner if part is not None)
 
     others = {
-        name: before if isinstance(before, str) else before.get(name, "sdpa")
+        name: vars(config).get(BEFORE, config._attn_implementation)
         for name, config in parts.items()
         if config is not None and not runs(config)
     }
@@ -166,7 +166,7 @@ def guard() -> None:
 
     @wraps(original)
     def saved(self: PreTrainedModel, *args: Any, **settings: Any) -> None:
-        if _writing.get() is not self and (layers_of(self) or _others(self)):
+        if _writing.get() is not self and (layers_of(self) or swapped_in(self)):
             save_pretrained(self, *args, **settings)
         else:
             original(self, *args, **settings)
@@ -184,22 +184,17 @@ def _write(model: PreTrainedModel, *args: Any, **settings: Any) -> None:
         _writing.reset(token)
 
 
-def _others(model: nn.Module) -> dict[Any, list[str]]:
-    """The swapped layers that are no attention of transformers' interface, with their names."""
-    return torch_nn.swapped_in(model) | timm.swapped_in(model)
-
-
 def _check_named(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
     """Raise ``Unsupported`` where a model's files would not name all mechanisms in it, or name too few to load them."""
     kind = type(model).__name__
     again = "then load_state_dict of the present weights, where they were trained"
-    if unnamed := [names[0] for names in timm.swapped_in(model).values()]:
+    if unnamed := [names[0] for names in swapped_in(model, timm.OURS).values()]:
         raise Unsupported(
             f"{kind}: the files of a model name no mechanisms in timm's layers ({unnamed[0]}). What would work: "
             "torch.save(model.state_dict(), path), which is loaded into a model that was swapped in the same way"
         )
     if not layers:
-        name = next(names[0] for names in _others(model).values())
+        name = next(names[0] for names in swapped_in(model).values())
         raise Unsupported(
             f"{kind}: only {name} was swapped, an nn.MultiheadAttention, and a model's files name such a layer beside "
             f"swapped ones of transformers' interface. What would work: swap(model, {{'{name}': ..., "
@@ -218,7 +213,7 @@ def _check_named(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
 
 def _check_readable(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
     """Raise ``Unsupported`` where a mechanism is not what its expression gives, as one with a function is not."""
-    bounds = [part.bound for part in layers.values()] + [part.attention for part in torch_nn.swapped_in(model)]
+    bounds = [part.bound for part in layers.values()] + [part.attention for part in swapped_in(model, torch_nn.OURS)]
     for mechanism in {bound.mechanism for bound in bounds}:
         if not catalogue.readable(mechanism):
             raise Unsupported(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import nn
 
 from fast_attention import catalogue, checks
-from fast_attention.integrations import crossover, timm, torch_nn
+from fast_attention.integrations import crossover, modules, timm, torch_nn
 from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.integrations.modules import exchange, restored_generators
 from fast_attention.integrations.report import Layer, Report, listed, nothing_swapped
@@ -180,7 +180,7 @@ def _swapped(
         try:
             layers += _exact_below(
                 parsed, exact_up_to, model, lambda m, of=library: exchange(of, model, m, max_len),
-                lambda of=library: of.swap_back(model),
+                lambda of=library: modules.swap_back(model, of.OURS),
             )  # fmt: skip
         except Unsupported as error:
             refused.append(str(error))
@@ -213,14 +213,13 @@ def swap_back(model: nn.Module) -> bool:
     """
     is_module("model", model)
     with restored_generators(model):
-        any_undone = torch_nn.swap_back(model) | timm.swap_back(model)
+        any_undone = modules.swap_back(model)
         kind = getattr(sys.modules.get(MODELS), "PreTrainedModel", ())
         submodels: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
         for submodel in submodels:  # a part may have been swapped by itself
             from fast_attention.integrations import hugging_face
-            from fast_attention.integrations.exact import swapping as exact
 
-            any_undone = exact.swap_back(submodel) or hugging_face.swap_back(submodel) or any_undone
+            any_undone = hugging_face.swap_back(submodel) or any_undone
     return any_undone
 
 

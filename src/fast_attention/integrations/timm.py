@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.integrations.modules import names_in, replace_module
+from fast_attention.integrations.modules import take_over
 from fast_attention.integrations.report import dropout_note
 from fast_attention.mechanism import Mechanism, Shape
 from fast_attention.mechanisms.sparse.grid import InGrid
 from fast_attention.nn.bound import Bound
 
-BEFORE = "_before_swap"  # where a swapped layer keeps timm's module, which shares its parts
 PARTS = ("norm", "gate")  # that only newer releases of timm have
 BIASES = ("q_bias", "k_bias", "v_bias")  # of EVA's, parameters and a buffer beside one projection
 ATTENTIONS = (  # whose arithmetic is that of ``VisionAttention``
@@ -43,14 +42,12 @@ class VisionAttention(nn.Module):
 
     def __init__(self, old: Any, mechanism: Mechanism[Any, Any], max_len: int) -> None:
         super().__init__()
-        _share(old, self)
+        take_over(self, old)
         shape = Shape(old.num_heads, old.head_dim, max_len if mechanism.traits.needs_max_len else 0)
         self.attention = Bound(mechanism, shape).to(old.proj.weight).train(old.training)
         # timm's fused attention has a scale of its own and does not read the module's
         self.factor = 1.0 if old.fused_attn else old.scale * old.head_dim**0.5
         self.prefix, self.halves = getattr(old, "num_prefix_tokens", 0), getattr(old, "rotate_half", False)
-        self.training = old.training
-        self.__dict__[BEFORE] = old
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *, rope: Tensor | None = None
@@ -101,14 +98,7 @@ class VisionAttention(nn.Module):
         return q, k, v
 
 
-def _share(old: nn.Module, new: nn.Module) -> None:
-    """Make the submodules, parameters and buffers of ``old`` those of ``new`` too."""
-    for name, child in old._modules.items():
-        new.add_module(name, child)
-    for name, parameter in old._parameters.items():
-        new.register_parameter(name, parameter)
-    for name, buffer in old._buffers.items():
-        new.register_buffer(name, buffer, persistent=name not in old._non_persistent_buffers_set)
+OURS = VisionAttention
 
 
 def _rotated(x: Tensor, rope: Tensor, prefix: int, *, halves: bool) -> Tensor:
@@ -149,29 +139,6 @@ def replacement(
     dropout = module.attn_drop.p
     remarks = [dropout_note(dropout)] if dropout and not mechanism.traits.mask else []
     return VisionAttention(module, mechanism, max_len), remarks
-
-
-def swap_back(model: nn.Module) -> bool:
-    """Undo ``swap``: put timm's modules back, with the present weights; whether there were any to undo."""
-    swapped = swapped_in(model)
-    for module, names in swapped.items():
-        old = module.__dict__[BEFORE]
-        for present, its in zip(_contents(module), _contents(old), strict=True):
-            its.update({child: part for child, part in present.items() if child in its})
-        old.training = module.training
-        for name in names:
-            replace_module(model, name, old)
-    return bool(swapped)
-
-
-def swapped_in(model: nn.Module) -> dict[Any, list[str]]:
-    """The modules that ``swap`` put into a model, with their names."""
-    return names_in(model, lambda module: isinstance(module, VisionAttention))
-
-
-def _contents(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """List submodules, parameters and buffers by name."""
-    return module._modules, module._parameters, module._buffers
 
 
 def _is_known(module: nn.Module) -> bool:

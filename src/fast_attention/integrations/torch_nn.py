@@ -9,13 +9,13 @@ from torch import nn
 
 from fast_attention import catalogue
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations.modules import names_in, replace_module
+from fast_attention.integrations.modules import names_in, replace_module, swapped_in, take_over
 from fast_attention.integrations.report import dropout_note
 from fast_attention.integrations.visible import counts_from_the_query
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
 
-BEFORE = "_torch_before_swap"  # where a swapped layer keeps torch's module, which shares its parts
+OURS = MultiheadAttention
 PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
 ARGUMENTS = (
     "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
@@ -69,31 +69,14 @@ def replacement(
         module.in_proj_bias is not None, module.bias_k is not None, module.add_zero_attn, module.kdim, module.vdim,
         module.batch_first, weight.device, weight.dtype, mechanism=mechanism, max_len=max_len,
     )  # fmt: skip
-    _share(module, new)
-    new.train(module.training)
-    new.__dict__[BEFORE] = module
+    take_over(new, module)
+    new.attention.train(module.training)
     new.register_forward_pre_hook(partial(_refuse_hint, name), with_kwargs=True)
     if counts_from_the_query(mechanism):
         new.register_forward_pre_hook(partial(_refuse_another_sequence, name), with_kwargs=True)
     remarks = [dropout_note(module.dropout)] if module.dropout and not mechanism.traits.mask else []
     remarks += ["its hooks are not called before it is swapped back"] if any(getattr(module, x) for x in HOOKS) else []
     return new, remarks
-
-
-def swap_back(model: nn.Module) -> bool:
-    """Undo ``swap``: put torch's modules back, with the present weights; whether there were any to undo."""
-    swapped = swapped_in(model)
-    for module, names in swapped.items():
-        old = module.__dict__[BEFORE]
-        _share(module, old.train(module.training))
-        for name in names:
-            replace_module(model, name, old)
-    return bool(swapped)
-
-
-def swapped_in(model: nn.Module) -> dict[Any, list[str]]:
-    """The modules that ``swap`` put into a model, with their names."""
-    return names_in(model, lambda module: BEFORE in module.__dict__)
 
 
 def records(model: nn.Module) -> dict[str, Any]:
@@ -104,7 +87,7 @@ def records(model: nn.Module) -> dict[str, Any]:
             "mechanism": repr(module.attention.mechanism),
             "max_len": max(module.attention.shape.max_len - module.appended, 0),
         }
-        for module, names in swapped_in(model).items()
+        for module, names in swapped_in(model, OURS).items()
     }
 
 
@@ -162,10 +145,3 @@ def _refuse_another_sequence(name: str, module: MultiheadAttention, args: Any, k
         "work: patterns of names that leave this layer as it is or give it Softmax(); where it is one sequence, one "
         "tensor as query and key"
     )
-
-
-def _share(old: nn.Module, new: nn.Module) -> None:
-    """Let ``new`` use the parameters of ``old``: nothing is copied, and an optimiser keeps them."""
-    for name in PARAMETERS:
-        setattr(new, name, getattr(old, name))
-    new.out_proj = old.out_proj

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import one_hot, pad, scaled_dot_product_attention
 from transformers.models.big_bird import modeling_big_bird
 from transformers.utils import output_capturing
 
 from fast_attention import core
+from fast_attention.engine import tiles
+from fast_attention.engine.tiles import FAR, MOST_ROWS, Plan
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls
-from fast_attention.integrations.exact.global_window import attend, form
 
 SHORTEST = 1024  # tokens
 LEAST = 5  # blocks that the pattern needs; the model has full attention below more than these
@@ -28,9 +29,9 @@ LEAST = 5  # blocks that the pattern needs; the model has full attention below m
 class BigBirdBlockSparseAttention(modeling_big_bird.BigBirdBlockSparseAttention):
     """The attention module with the same parts."""
 
-    def exact_form(self) -> tuple[str, int | None]:
-        """Describe the form that runs, and from how many tokens on; None where no length runs anything new."""
-        return form(f"near, global and random blocks of {self.block_size}, in tiles", SHORTEST)
+    def exact_form(self) -> tuple[str, int]:
+        """Describe the form that runs with the compiled core, and from how many tokens on."""
+        return f"near, global and random blocks of {self.block_size}, in tiles", SHORTEST
 
     def forward(
         self, hidden_states: Tensor, band_mask: Tensor | None = None, from_mask: Tensor | None = None,
@@ -78,15 +79,33 @@ def _one_sequence(
     q, k, v = (
         project(x).unflatten(-1, (heads, -1)).transpose(0, 1) for project in (module.query, module.key, module.value)
     )
-    scale, padding = 1 / sqrt(module.attention_head_size), masked if masked.any() else None
+    scale, seen = 1 / sqrt(module.attention_head_size), ~masked[None] if masked.any() else None
+    inner = attend(q, k, v, seen, None, None, None, pad(blocks, (0, 0, 1, 1)), scale=scale, size=size)
     ends = torch.cat((torch.arange(size), torch.arange(len(x) - size, len(x))))
-    inner = attend(
-        q, k, v, scale=scale, reach=size, size=size, masked=padding, columns=ends, blocks=pad(blocks, (0, 0, 1, 1))
-    )  # fmt: skip
-    visible = None if padding is None else ~padding[None, None, None]
+    visible = None if seen is None else seen[None, None]
     outer = scaled_dot_product_attention(q[None, :, ends], k[None], v[None], attn_mask=visible, scale=scale)[0]
     out = torch.cat((outer[:, :size], inner[:, size:-size], outer[:, size:]), 1).transpose(0, 1).flatten(1)
-    return out if padding is None else out.masked_fill(padding[:, None], 0.0)
+    return out if seen is None else out.masked_fill(masked[:, None], 0.0)
 
 
-EXACT: dict[type, type] = {modeling_big_bird.BigBirdBlockSparseAttention: BigBirdBlockSparseAttention}
+def plan(q: Tensor, k: Tensor, blocks: Int[Tensor, "heads number choices"], *, size: int) -> Plan:
+    """The plan of blocks that see their neighbours, the first and the last, once each, and those that were drawn.
+
+    A key counts once more for each block that was drawn and names it.
+    """
+    number = q.shape[-2] // size
+    block = torch.arange(number)
+    once = ((block[:, None] - block).abs() <= 1) | (block == 0) | (block == number - 1)
+    counts = once + one_hot(blocks, number).sum(-2)  # (heads, blocks of queries, blocks of keys)
+    first, count = counts.nonzero()[:, 2] * size, counts[counts > 0]
+    ranges = [first, first + size, *(torch.full_like(first, x) for x in (-FAR, FAR, 0)), count]
+    seen = (counts > 0).sum(-1)
+    stop = seen.flatten().cumsum(0).view(seen.shape)
+    step = -(-size // -(-size // MOST_ROWS))  # a tile lies in one block
+    row = block[:, None] * size + torch.arange(0, size, step)
+    end = torch.minimum(row + step, (block[:, None] + 1) * size)
+    rows = torch.broadcast_tensors(row, end, (stop - seen)[..., None], stop[..., None])
+    return Plan(torch.stack(rows, -1).flatten(1, 2)[None].int(), torch.stack(ranges, -1).int())
+
+
+attend = tiles.operation(None, plan)

@@ -7,6 +7,7 @@ keeps these for the backward pass. Its encoders make a mask of all pairs, to rea
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import sqrt
 from types import FunctionType
 from typing import Any
@@ -20,16 +21,17 @@ from transformers.models.led import modeling_led
 from transformers.models.longformer import modeling_longformer
 
 from fast_attention import core
+from fast_attention.engine import tiles
+from fast_attention.engine.tiles import FAR, ROWS, Plan
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls
-from fast_attention.integrations.exact.global_window import attend, form
 
 SHORTEST = 128  # tokens
 
 
-def attention_form(self: Any) -> tuple[str, int | None]:
-    """Describe the form that runs, and from how many tokens on; None where no length runs anything new."""
-    return form(f"window of {self.one_sided_attn_window_size} each side and global tokens, in tiles", SHORTEST)
+def attention_form(self: Any) -> tuple[str, int]:
+    """Describe the form that runs with the compiled core, and from how many tokens on."""
+    return f"window of {self.one_sided_attn_window_size} each side and global tokens, in tiles", SHORTEST
 
 
 def attention_forward(
@@ -74,6 +76,72 @@ def _one_sequence(
     if columns is not None:
         out = out.index_copy(0, columns, _global_rows(module, x, columns, padding, rate).to(out.dtype))
     return out if len(out) == length else pad(out, (0, 0, first, length - stop))
+
+
+def attend(
+    q: Float[Tensor, "heads length width"],
+    k: Float[Tensor, "heads length width"],
+    v: Float[Tensor, "heads length width"],
+    *,
+    scale: float,
+    reach: int,
+    masked: Bool[Tensor, "length"] | None = None,
+    columns: Int[Tensor, "number"] | None = None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "heads length width"]:
+    """Softmax attention over a window of ``reach`` keys each side and global keys, under one normaliser.
+
+    Args:
+        q, k, v: One sequence.
+        scale: Factor on the dot products.
+        reach: Keys that are near, on each side of a query.
+        masked: Keys that no query sees: padding.
+        columns: Positions of the keys that every query sees, and sees once, also where a window holds them.
+        dropout: The share of weights that are set to zero.
+    """
+    settings: Any = {"reach": reach, "columns": () if columns is None else intervals(columns.tolist())}
+    seed = int(torch.randint(2**62, ())) if dropout else 0
+    mask = None if masked is None else ~masked[None]
+    return attention_in_tiles(q, k, v, mask, None, None, None, scale=scale, dropout=dropout, seed=seed, **settings)
+
+
+Interval = tuple[int, int]  # first position, and one behind the last
+
+
+def intervals(positions: list[int]) -> tuple[Interval, ...]:
+    """Sorted positions as runs of neighbours."""
+    runs = list[Interval]()
+    for position in positions:
+        if runs and runs[-1][1] == position:
+            runs[-1] = (runs[-1][0], position + 1)
+        else:
+            runs.append((position, position + 1))
+    return tuple(runs)
+
+
+@lru_cache(64)
+def plan(length: int, reach: int, columns: tuple[Interval, ...]) -> Plan:
+    """The plan of a window and global keys: a tile's ranges are global keys, and between them what is near."""
+    rows, ranges = list[list[int]](), list[list[int]]()
+    for row in range(0, length, ROWS):
+        end, first = min(row + ROWS, length), len(ranges)
+        at, high = max(row - reach, 0), min(end + reach, length)
+        for start, stop in columns:
+            if at < min(start, high):
+                ranges.append([at, min(start, high), -reach, reach, 0, 1])
+            ranges.append([start, stop, -FAR, FAR, 0, 1])
+            at = max(at, stop)
+        if at < high:
+            ranges.append([at, high, -reach, reach, 0, 1])
+        rows.append([row, end, first, len(ranges)])
+    return Plan(torch.tensor([[rows]], dtype=torch.int32), torch.tensor(ranges, dtype=torch.int32))
+
+
+def _plan(q: Tensor, k: Tensor, *, reach: int, columns: tuple[Interval, ...]) -> Plan:
+    return plan(q.shape[-2], reach, columns)
+
+
+attention_in_tiles = tiles.operation(None, _plan)
 
 
 def _heads(module: Any, x: Float[Tensor, "length width"]) -> Float[Tensor, "heads length head"]:
@@ -155,11 +223,3 @@ class LEDEncoder(modeling_led.LEDEncoder):
     """LED's encoder with the same parts, whose mask has one row."""
 
     forward = _calling(modeling_led.LEDEncoder.forward, _prepare_4d_attention_mask_inverted=_inverted_mask)
-
-
-EXACT: dict[type, type] = {
-    modeling_longformer.LongformerSelfAttention: LongformerSelfAttention,
-    modeling_longformer.LongformerModel: LongformerModel,
-    modeling_led.LEDEncoderSelfAttention: LEDEncoderSelfAttention,
-    modeling_led.LEDEncoder: LEDEncoder,
-}

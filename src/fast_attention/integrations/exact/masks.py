@@ -17,6 +17,7 @@ from fast_attention.integrations.mask_functions import Positions
 from fast_attention.integrations.visible import Visibility
 
 NAMES = {"sdpa": "exact_sdpa", "eager": "exact_eager"}  # what a config named, and what it names after the swap
+FORMER = {ours: theirs for theirs, ours in NAMES.items()}
 # Tokens below which every layer runs what it ran; twice as many in 16 bits, whose products torch computes faster.
 # Measured on one thread, both in turns: T5, BLOOM, MPT, Gemma 2, gpt-oss and Llama's eager attention, whole passes.
 SHORTEST = 256

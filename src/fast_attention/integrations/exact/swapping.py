@@ -1,4 +1,4 @@
-"""Gives a Hugging Face model exact speed-ups, and takes them back."""
+"""Gives a Hugging Face model exact speed-ups."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from fast_attention.integrations import calls, forward_pass, fresh, module_class
 from fast_attention.integrations.exact import masks
 from fast_attention.integrations.exact.attention import BIAS, CAP, POSITIONS, SINKS, SUPPORTED
 from fast_attention.integrations.exact.report import ExactLayer, ExactReport, compared, tensors
+from fast_attention.integrations.fresh import SWAPPED
+from fast_attention.integrations.hugging_face import swap_back
 from fast_attention.integrations.probing import AttentionCall
 from fast_attention.mechanism import Unsupported
 
-BEFORE = "_fast_attention_exact_before"  # where a model keeps what its configs named
+WITHOUT_CORE = "what ran before: tiles need the compiled core"
 DEVIATES = 1e-4  # of a probe's outputs, relative to the largest, beyond which a form is not what the model computes
 
 
@@ -43,25 +45,10 @@ def swap(
     return layers, skips, notes
 
 
-def swap_back(model: PreTrainedModel) -> bool:
-    """Take exact speed-ups back; whether there were any."""
-    before = model.__dict__.pop(BEFORE, None)
-    if before is None:
-        return False
-    unpadding.set_skipping(model, False)
-    forward_pass.leave_calls(model)
-    module_classes.restore(model)
-    names = {ours: theirs for theirs, ours in masks.NAMES.items()}
-    for config in fresh.configs(model):
-        if config._attn_implementation in names:
-            config._attn_implementation_internal = names[config._attn_implementation]
-    return True
-
-
 def _enter(model: PreTrainedModel) -> bool:
     """Let a model call our functions, which run what it ran where they do not pay; whether it has any to call."""
     fresh.own_configs(model)
-    model.__dict__[BEFORE] = True
+    model.__dict__[SWAPPED] = model.name_or_path
     module_classes.exchange(model, exact=True)
     calls_ours = False
     for part in model.modules():
@@ -96,15 +83,18 @@ def _layers(
             computes, runs, start, padded = _describe(call, model)
             padded = None if model.main_input_name == "pixel_values" else padded  # pictures are never padded
             sizes = (call.heads, call.head_dim, call.is_causal)
-            layers[name] = ExactLayer(name, type(call.module).__name__, *sizes, computes, runs, start, padded)
+            kind = module_classes.original(type(call.module)).__name__
+            layers[name] = ExactLayer(name, kind, *sizes, computes, runs, start, padded)
         _check(model, forward)
     for name, module in model.named_modules():
         if (form := getattr(module, "exact_form", None)) is not None:
-            runs, start = form()
+            why = core.unavailable()
+            runs, start = (f"{WITHOUT_CORE} ({why})", None) if why else form()
             old = layers.get(name)
             sizes = (old.heads, old.head_dim, old.is_causal) if old else (*probing.sizes(module), False)
             computes = old.computes if old else "attention in its own code"
-            layers[name] = ExactLayer(name, type(module).__bases__[0].__name__, *sizes, computes, runs, start)
+            kind = module_classes.original(type(module)).__name__
+            layers[name] = ExactLayer(name, kind, *sizes, computes, runs, start)
     if refusal and not layers:
         notes.append(refusal)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -128,7 +118,7 @@ def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, in
     if not {*call.changes} <= {*SUPPORTED}:
         return f"{order}attention{extra}", "what ran before", None, None
     if CAP in call.changes and (why := core.unavailable()):
-        return f"{order}attention{extra}", f"what ran before: tiles need the compiled core ({why})", None, None
+        return f"{order}attention{extra}", f"{WITHOUT_CORE} ({why})", None, None
     if POSITIONS in call.changes and (seen is None or seen.is_whole):
         what = f"{order or 'full '}attention{extra}"
         return what, "torch's kernel, which reads a number for each offset", shortest, shortest

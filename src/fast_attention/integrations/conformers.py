@@ -1,4 +1,4 @@
-"""Lets UMT5 and Conformers, whose attention computes what positions add to scores itself, leave that to a mechanism."""
+"""Lets Conformers, whose attention computes what positions add to scores itself, leave that to a mechanism."""
 
 from __future__ import annotations
 
@@ -7,24 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.models.parakeet import modeling_parakeet
-from transformers.models.umt5 import modeling_umt5
 from transformers.models.wav2vec2_bert import modeling_wav2vec2_bert
 from transformers.models.wav2vec2_conformer import modeling_wav2vec2_conformer
 
-from fast_attention.integrations import calls
 from fast_attention.integrations.attention import attention
-from fast_attention.integrations.relative import NOTHING
 from fast_attention.integrations.swapped import adds_positions
 from fast_attention.integrations.visible import Visibility
-
-
-class UMT5Attention(modeling_umt5.UMT5Attention):
-    """UMT5's attention module with the same parts; every layer has a table of its own."""
-
-    def compute_bias(self, *args: Any, **settings: Any) -> Tensor:
-        """The bias of all pairs; nothing where the layer's mechanism makes it."""
-        call = calls.present(self)
-        return NOTHING if call is not None and call.adds_positions else super().compute_bias(*args, **settings)
 
 
 def _wav2vec2(
@@ -72,11 +60,3 @@ class ParakeetEncoderAttention(modeling_parakeet.ParakeetEncoderAttention):
         dropout = self.attention_dropout if self.training else 0.0
         out, weights = attention(self, q, k, v, visibility, dropout=dropout, scaling=self.scaling, **settings)
         return self.o_proj(out.flatten(2)), weights
-
-
-MECHANISMS: dict[type, type] = {
-    kind.__bases__[0]: kind
-    for kind in (
-        UMT5Attention, Wav2Vec2ConformerSelfAttention, Wav2Vec2BertSelfAttention, ParakeetEncoderAttention,
-    )
-}  # fmt: skip

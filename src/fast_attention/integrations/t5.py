@@ -1,6 +1,7 @@
 """T5's relative positions where attention runs, in place of a tensor of all pairs that every layer would copy.
 
-T5 and its kin make the tensor in their first layer, (1, H, L, S), and zeros of that size for cross attention.
+T5 and its kin make the tensor in their first layer, (1, H, L, S), and zeros of that size for cross attention. Where a
+layer was swapped for a mechanism that makes them, they make nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from fast_attention.engine.offsets import Terms
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls
 from fast_attention.integrations.exact import masks
+from fast_attention.integrations.relative import NOTHING
+from fast_attention.integrations.swapped import adds_positions
 from fast_attention.integrations.visible import Visibility
 
 
@@ -68,7 +71,9 @@ def _own(layer: Any) -> Any:
 
 def _relative(layer: Any, hidden_states: Tensor, mask: Any, given: Any, *, crosses: bool) -> Any:
     """The ``position_bias`` argument of a layer: our form where it pays, else what was ``given``."""
-    if given is not None or traced():
+    if given is None and adds_positions(layer, mask):
+        return NOTHING
+    if given is not None or traced() or not _is_exact(layer):
         return given
     length = hidden_states.shape[1]
     if crosses and isinstance(mask, Tensor):
@@ -80,60 +85,43 @@ def _relative(layer: Any, hidden_states: Tensor, mask: Any, given: Any, *, cross
 
 def _is_ours(layer: Any, like: Tensor, length: int, mask: Any, crosses: bool) -> bool:
     """Whether our form runs: where it pays, and no weights of a table's are dropped, whose scores are held."""
-    named, drops = layer.config._attn_implementation, layer.training and layer.dropout > 0.0 and not crosses
+    drops = layer.training and layer.dropout > 0.0 and not crosses
     if isinstance(mask, Visibility):
         return mask.packing is not None or not drops
     is_row = mask is None or mask.shape[1:3] == (1, 1)  # of keys alone, as Switch Transformers makes it
     pays = like.is_cpu and not drops and masks.is_long(length, like.dtype)
-    return is_row and pays and named in masks.NAMES.values() and not _may_show(layer, named)
+    return is_row and pays and not _may_show(layer)
 
 
-def _may_show(layer: Any, named: str) -> bool:
+def _is_exact(layer: Any) -> bool:
+    """Whether the layer calls an attention function of an exact swap."""
+    return layer.config._attn_implementation in masks.NAMES.values()
+
+
+def _may_show(layer: Any) -> bool:
     """Whether attention matrices may be asked for; a mask that is ours says that they are not.
 
     Where gradient checkpointing computes a layer again, the call that may have asked for them is over.
     """
     computes_again = layer.training and getattr(layer, "gradient_checkpointing", False)
-    return named == masks.NAMES["eager"] and (calls.shows_any() or computes_again)
+    is_eager = layer.config._attn_implementation == masks.NAMES["eager"]
+    return is_eager and (calls.shows_any() or computes_again)
 
 
 def forward(
     self: Any, hidden_states: Tensor, mask: Any = None, key_value_states: Any = None, position_bias: Any = None,
     *args: Any, **settings: Any,
 ) -> Any:  # fmt: skip
-    """Run transformers' module; ``position_bias`` may be our form."""
+    """Run transformers' module; ``position_bias`` may be our form, or nothing."""
     bias = _relative(self, hidden_states, mask, position_bias, crosses=key_value_states is not None)
     return _own(self).forward(self, hidden_states, mask, key_value_states, bias, *args, **settings)
 
 
-class T5Attention(modeling_t5.T5Attention):
-    """T5's attention module with the same parts."""
-
-    forward = forward
-
-
-class MT5Attention(modeling_mt5.MT5Attention):
-    """mT5's attention module with the same parts."""
-
-    forward = forward
-
-
-class SwitchTransformersAttention(modeling_switch_transformers.SwitchTransformersAttention):
-    """Switch Transformers' attention module with the same parts."""
-
-    forward = forward
-
-
-class LongT5Attention(modeling_longt5.LongT5Attention):
-    """The attention module of LongT5's decoder with the same parts."""
-
-    forward = forward
-
-
-class Pop2PianoAttention(modeling_pop2piano.Pop2PianoAttention):
-    """Pop2Piano's attention module with the same parts."""
-
-    forward = forward
+for _kind in (
+    modeling_t5.T5Attention, modeling_mt5.MT5Attention, modeling_switch_transformers.SwitchTransformersAttention,
+    modeling_longt5.LongT5Attention, modeling_pop2piano.Pop2PianoAttention,
+):  # fmt: skip
+    globals()[_kind.__name__] = type(_kind.__name__, (_kind,), {"forward": forward, "__module__": __name__})
 
 
 class UMT5Attention(modeling_umt5.UMT5Attention):
@@ -145,19 +133,12 @@ class UMT5Attention(modeling_umt5.UMT5Attention):
         return True
 
     def compute_bias(self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Any:
-        """Our form, of which the attention function makes the bias of all pairs where that is as fast."""
-        has_table = self.__dict__["has_relative_attention_bias"]
-        named = self.config._attn_implementation
-        if not traced() and named in masks.NAMES.values() and not _may_show(self, named):
+        """Our form, of which the attention function makes the bias of all pairs where that is as fast; or nothing."""
+        call, has_table = calls.present(self), self.__dict__["has_relative_attention_bias"]
+        if call is not None and call.adds_positions:
+            return NOTHING
+        if not traced() and _is_exact(self) and not _may_show(self):
             return Undecided(self if has_table else None, past_seen_tokens)
         if has_table:
             return super().compute_bias(query_length, key_length, device, past_seen_tokens)
         return torch.zeros(1, self.n_heads, query_length, key_length, device=device, dtype=self.q.weight.dtype)
-
-
-EXACT: dict[type, type] = {
-    kind.__bases__[0]: kind
-    for kind in (
-        T5Attention, MT5Attention, UMT5Attention, SwitchTransformersAttention, LongT5Attention, Pop2PianoAttention,
-    )
-}  # fmt: skip
