@@ -162,6 +162,6 @@ def test_rows_of_texts_in_swapped_models_are_one_launch() -> None:
     results = []
     for name in ("auto", "reference"):
         with implementation(name), trace.recorded() as steps:  # type: ignore[arg-type]
-            results.append(packed_rows.run(bound, q, k, v, seen, texts, 0.0, None))
+            results.append(packed_rows.run(packed_rows.Call(bound, q, k, v, seen), texts))
         assert sum(step.path.startswith(trace.KERNEL) for step in steps) == (1 if name == "auto" else 0)
     assert_near(results[0], results[1].detach().double(), 1e-5)

@@ -10,7 +10,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from fast_attention import Shape, decoding, swap
-from fast_attention.integrations import calls, rollback
+from fast_attention.integrations import cache as caches
+from fast_attention.integrations import calls
 from fast_attention.integrations.cache import StateLayer
 from fast_attention.mechanism import Unsupported
 from fast_attention.nn.bound import Bound
@@ -79,7 +80,7 @@ def test_assisted_decoding_writes_what_greedy_decoding_does(
     name: str, mechanism: str, assisted: str, removed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With some candidates taken and some refused, left padding, and prompts longer than what can be taken back."""
-    monkeypatch.setattr(rollback, "LONGEST", 24)
+    monkeypatch.setattr(caches, "LONGEST", 24)
     model = build(name)
     swap(model, mechanism)
     given = {"input_ids": prompt(), "attention_mask": (torch.arange(27) > 3).long()[None]}
@@ -174,7 +175,7 @@ def test_sequences_are_selected_with_what_can_be_taken_back() -> None:
 
 
 def test_memory_of_what_can_be_taken_back_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollback, "LONGEST", 8)
+    monkeypatch.setattr(caches, "LONGEST", 8)
     layer, tokens = layer_and_tokens("LinearAttention()", 90)
     front = feed(layer, tokens, 0, 30)
     plain, _ = layer_and_tokens("LinearAttention()", 90, record_past=False)
@@ -184,7 +185,7 @@ def test_memory_of_what_can_be_taken_back_is_bounded(monkeypatch: pytest.MonkeyP
     for new in [1] * 23 + [3] * 6 + [8, 1, 8]:
         feed(layer, tokens, end, end + new)
         end += new
-        assert 8 <= rollback.length(layer.record) < 16
+        assert 8 <= sum(past.tokens for past in layer.record) < 16
         assert len(layer.record) <= 2
         held = [x for past in layer.record for x in decoding._leaves(past.calls)]
         assert all(x.untyped_storage().nbytes() == x.nbytes for x in held)

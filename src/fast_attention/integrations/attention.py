@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,11 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fast_attention.engine.tracing import exporting
 from fast_attention.integrations import calls, mask_functions, packed_rows, probing, relative, visible
-from fast_attention.integrations.cache import StateLayer
 from fast_attention.integrations.mask_functions import Positions
+from fast_attention.integrations.packed_rows import Call
 from fast_attention.integrations.swapped import CHILD, Swapped
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanism import Unsupported
-from fast_attention.nn.bound import Bound
 
 NAME = "fast_attention"
 LONGEST = 1 << 17  # tokens of a model that knows no limit of its own
@@ -34,13 +33,12 @@ def mask(
     **settings: Any,
 ) -> Visibility | Tensor:  # fmt: skip
     """The mask function for transformers: a ``Visibility`` instead of a dense mask; a dense one for a static cache."""
-    dropped = ("allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "config")
-    options = {name: value for name, value in settings.items() if name not in dropped}
 
     def dense() -> Tensor:
+        options = {**settings, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         dense_mask = sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap=use_vmap,
-            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, device=device, **options,
+            device=device, **options,
         )  # fmt: skip
         assert dense_mask is not None
         return dense_mask
@@ -134,26 +132,12 @@ def attention(
     if out is None:
         dropout = dropout if swapped.bound.mechanism.traits.mask else 0.0  # the report says which layers drop nothing
         sinks = changes.pop(SINKS, None)
-        layer_call = _Call(swapped.bound, cache, query, key, value, visibility, changes, sinks, dropout)
+        layer_call = Call(swapped.bound, query, key, value, visibility, dropout, sinks, cache, changes)
         out, weights = _run_with_matrices(layer_call) if shown else (_run(layer_call), None)
     return out.transpose(1, 2).contiguous(), weights
 
 
-class _Call(NamedTuple):
-    """A call of a layer's mechanism."""
-
-    bound: Bound
-    cache: StateLayer | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    visibility: Visibility
-    changes: dict[str, Tensor]  # arguments that alter the scores, but sinks
-    sinks: Tensor | None
-    dropout: float
-
-
-def _run_with_matrices(call: _Call) -> tuple[Tensor, Tensor]:
+def _run_with_matrices(call: Call) -> tuple[Tensor, Tensor]:
     """Outputs and attention matrices, from one pass with the same dropped weights: A [v, I] = [A v, A]."""
     mechanism, cache, v = call.bound.mechanism, call.cache, call.v
     if not mechanism.traits.matrix:
@@ -170,9 +154,9 @@ def _run_with_matrices(call: _Call) -> tuple[Tensor, Tensor]:
     return _run(call), _run(call._replace(cache=None, v=identity))  # which is not added to the state
 
 
-def _run(call: _Call) -> Tensor:
+def _run(call: Call) -> Tensor:
     """Run the mechanism in the cheapest form that serves: as it is, with a state, in packed rows, with a dense mask."""
-    bound, cache, q, k, v, visibility, changes, sinks, dropout = call
+    bound, q, k, v, visibility, dropout, sinks, cache, changes = call
     mechanism, key_mask = bound.mechanism, visibility.key_mask(k.shape[-2])
     if visibility.valid is not None:  # compiled, with position_ids: perhaps packed rows
         if mechanism.traits.mask and cache is None:
@@ -182,7 +166,7 @@ def _run(call: _Call) -> Tensor:
     keys_left = visibility.keys_left if visibility.keys_left is not None or cache is None else visibility.reach
     if changes or not visibility.complete or not visible.within_window(mechanism, keys_left, visibility.keys_right):
         if mechanism.traits.mask and texts is not None and visibility.complete and not changes:
-            return packed_rows.run(bound, q, k, v, visibility, texts, dropout, sinks, windowed=True)
+            return packed_rows.run(call, texts, windowed=True)
         if cache is not None and mechanism.traits.mask:
             cache.pass_over(q.shape[-2], "tokens under a mask of every pair")
         if mechanism.traits.mask:
@@ -197,7 +181,7 @@ def _run(call: _Call) -> Tensor:
     if texts is not None:
         if cache is not None:
             cache.pass_over(q.shape[-2], "packed texts")
-        return packed_rows.run(bound, q, k, v, visibility, texts, dropout, sinks)
+        return packed_rows.run(call, texts)
     causal = visibility.is_causal
     if cache is None and visibility.begin and mechanism.traits.positions == "absolute":
         raise visible.positions_refused(mechanism, f"this cache has dropped the first {visibility.begin} tokens")
@@ -213,9 +197,9 @@ def _run(call: _Call) -> Tensor:
     return bound(q, k, v, is_causal=causal, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)
 
 
-def _run_masked(call: _Call) -> Tensor:
+def _run_masked(call: Call) -> Tensor:
     """Run a mechanism with ``traits.mask`` with the model's dense mask and position bias."""
-    bound, _, q, k, v, visibility, changes, sinks, dropout = call
+    bound, q, k, v, visibility, dropout, sinks, _, changes = call
     if unknown := [name for name in changes if name != "position_bias"]:
         raise Unsupported(f"{bound.mechanism!r} takes no scores with {', '.join(unknown)}: keep the model's attention")
     mask, order = visibility.dense(), {}

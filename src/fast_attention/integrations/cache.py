@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 )
 
 from fast_attention import decoding
-from fast_attention.integrations import calls, rollback
+from fast_attention.integrations import calls
 from fast_attention.mechanism import Unsupported
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.nn.bound import Bound
@@ -27,6 +27,36 @@ REMEDIES = {  # for what a cache began with and no state is kept of
     "tokens that see later ones": "use_cache=False",
 }
 PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)  # layers that keep keys and values, and nothing else
+LONGEST = 256  # tokens that can be taken back at least, however many came since
+
+
+class Call(NamedTuple):
+    """The new tokens of one call: (B, H, N, E), and which of them are real."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+
+    def part(self, start: int, end: int) -> Call:
+        """Some of its tokens."""
+        q, k, v = (x[..., start:end, :] for x in self[:3])
+        return Call(q, k, v, None if self.key_mask is None else self.key_mask[..., start:end])
+
+
+class Past(NamedTuple):
+    """A state, and the calls since it up to the next state that is kept.
+
+    A state cannot forget, but it is a value: from an older one and the calls since, any state in between is decoded.
+    """
+
+    state: Any
+    calls: tuple[Call, ...]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens came since the state."""
+        return sum(call.q.shape[-2] for call in self.calls)
 
 
 class StateLayer(CacheLayerMixin):
@@ -44,7 +74,7 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.bound, self.state, self.length, self.batch = bound, None, 0, 0
         self.stateless, self.record_past = "", record_past  # what the cache began with, if no state is kept of that
-        self.record: rollback.Record = ()
+        self.record: tuple[Past, ...] = ()  # of at most two states, for ``crop``
         self.sinks: Tensor | None = None  # of the attention module
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -80,15 +110,16 @@ class StateLayer(CacheLayerMixin):
                 f"they cannot be decoded. What would work: {REMEDIES[self.stateless]}"
             )
         outputs: list[Tensor] = []
-        call = rollback.Call(q, k, v, key_mask)
-        self.length += call.tokens
+        call, tokens = Call(q, k, v, key_mask), q.shape[-2]
+        self.length += tokens
         self.sinks = sinks
-        if self.record_past and call.tokens > rollback.LONGEST:  # the others cannot be taken back
-            permanent = call.tokens - rollback.LONGEST
+        if self.record_past and tokens > LONGEST:  # the others cannot be taken back
+            permanent = tokens - LONGEST
             out, self.state = self._decode(call.part(0, permanent), self.state)
-            outputs, self.record, call = [out], (), call.part(permanent, call.tokens)
+            outputs, self.record, call = [out], (), call.part(permanent, tokens)
         out, state = self._decode(call, self.state)
-        self.record = rollback.extended(self.record, self.state, call) if self.record_past else ()
+        if self.record_past:
+            self._keep(call)
         self.state = state
         return torch.cat([*outputs, out], -2) if outputs else out
 
@@ -104,7 +135,21 @@ class StateLayer(CacheLayerMixin):
         self.length += q.shape[-2]
         return out
 
-    def _decode(self, call: rollback.Call, state: Any) -> tuple[Tensor, Any]:
+    def _keep(self, call: Call) -> None:
+        """Add a call of at most ``LONGEST`` tokens behind the state to the record, copied: a view would hold on to more.
+
+        The record has the last ``LONGEST`` tokens, or all there were, and fewer than twice as many. A state takes calls
+        behind it up to ``LONGEST`` tokens, and the older one goes once the newer has so many.
+        """
+        copied = Call(*(None if x is None else x.clone() for x in call))  # pyright: ignore[reportArgumentType]
+        *earlier, last = self.record or (Past(self.state, ()),)
+        if last.tokens + copied.q.shape[-2] <= LONGEST:
+            record = (*earlier, Past(last.state, (*last.calls, copied)))
+        else:
+            record = (*self.record, Past(self.state, (copied,)))
+        self.record = record[1:] if sum(past.tokens for past in record[1:]) >= LONGEST else record
+
+    def _decode(self, call: Call, state: Any) -> tuple[Tensor, Any]:
         return self.bound.decode(
             call.q, call.k, call.v, state, key_mask=call.key_mask, sinks=self.sinks, enable_gqa=True
         )
@@ -170,7 +215,8 @@ class StateLayer(CacheLayerMixin):
             ValueError: The number is positive.
             Unsupported: So many tokens were not recorded.
         """
-        tokens, recorded = -int(tokens_to_remove), rollback.length(self.record)  # a tensor up to transformers 5.15
+        tokens = -int(tokens_to_remove)  # a tensor up to transformers 5.15
+        recorded = sum(past.tokens for past in self.record)
         if tokens and not self.record_past:
             raise Unsupported(
                 f"{self.bound.mechanism!r} keeps a state, which can take tokens back only if told beforehand, by "
@@ -182,12 +228,25 @@ class StateLayer(CacheLayerMixin):
         if tokens > recorded:
             raise Unsupported(
                 f"{self.bound.mechanism!r} keeps a state, out of which the last {recorded} tokens can be taken back, "
-                f"not {tokens}: {rollback.LONGEST} at least, of those since the last crop"
+                f"not {tokens}: {LONGEST} at least, of those since the last crop"
             )
         if tokens:
-            self.state = rollback.before(self.record, tokens, self._decode)
+            self.state = self._state_behind(recorded - tokens)
             self.length -= tokens
         self.record = ()
+
+    def _state_behind(self, tokens: int) -> Any:
+        """The state behind so many tokens of the record: call by call, as it was decoded before."""
+        past, *later = self.record
+        for each in later:
+            if tokens >= past.tokens:
+                tokens, past = tokens - past.tokens, each
+        state = past.state
+        for call in past.calls:
+            if tokens > 0:
+                state = self._decode(call.part(0, tokens), state)[1]
+                tokens -= call.q.shape[-2]
+        return state
 
 
 def _activate_past_recording(layer: Any) -> None:

@@ -1,67 +1,16 @@
-"""Replaces attention modules layer by layer, and leaves the modes and random generators of a model as they were."""
+"""Puts modules in the place of others and back, and leaves the modes and random generators of a model as they were."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from fast_attention.integrations.report import UNNAMED, Layer, chosen, no_queries
-from fast_attention.integrations.untrained import quality
-from fast_attention.mechanism import Attention, Unsupported
-
 BEFORE = "_before_swap"  # where a module of ours keeps the one whose place it took, which shares its parts
 PARTS = ("_modules", "_parameters", "_buffers")
-
-
-def exchange(library: Any, model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
-    """Replace every attention module of a library's that ``wanted`` names; weights are shared, names stay.
-
-    Args:
-        library: ``torch_nn`` or ``timm``: ``is_attention`` of a module; its ``sizes``, which are heads, the width of
-            one, and what is known of what it runs; the ``unsupported_reason`` of a mechanism there; the
-            ``replacement``, of class ``OURS``, and remarks on it.
-        model: The model, changed in place.
-        wanted: A mechanism, or one for every pattern of layer names.
-        max_len: The longest sequence, for mechanisms with ``traits.needs_max_len``.
-
-    Raises:
-        Unsupported: The model is such a module itself.
-    """
-    if library.is_attention(model):
-        raise Unsupported(
-            f"{type(model).__name__} is itself an attention, and a swap replaces those inside of what it is given. "
-            "What would work: the module that holds it; for an nn.MultiheadAttention also "
-            "fast_attention.MultiheadAttention(..., mechanism=...) in its place, which takes its weights by "
-            "load_state_dict(..., strict=False)"
-        )
-    layers, replacements = [], []
-    for module, names in names_in(model, library.is_attention).items():
-        name = next((name for name in names if chosen(name, wanted) is not None), names[0])
-        mechanism, (heads, head_dim, shown) = chosen(name, wanted), library.sizes(module)
-        layer = Layer(name, type(module).__name__, heads, head_dim, False, shown, UNNAMED, replaced=False)
-        if mechanism is not None and not isinstance(mechanism, Attention):
-            layer = replace(layer, why=no_queries(mechanism))
-        elif mechanism is not None and (reason := library.unsupported_reason(model, name, module, mechanism)):
-            layer = replace(layer, why=reason)
-        elif mechanism is not None:
-            new, remarks = library.replacement(name, module, mechanism, max_len or 0)
-            if others := [other for other in names if other != name]:
-                remarks.append(f"the same module is {', '.join(others)}")
-            learned = sum(p.numel() for p in new.attention.parameters())
-            layer = replace(
-                layer, mechanism=repr(mechanism), why="; ".join(remarks), replaced=True, parameters=learned,
-                untrained=quality(mechanism, learned),
-            )  # fmt: skip
-            replacements += [(each, new) for each in names]
-        layers.append(layer)
-    for name, new in replacements:
-        replace_module(model, name, new)
-    return tuple(layers)
 
 
 def take_over(new: Any, old: nn.Module) -> None:

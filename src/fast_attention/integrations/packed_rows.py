@@ -6,7 +6,8 @@ transformers says so by ``cu_seq_lens_q`` and ``cu_seq_lens_k``, by ``seq_idx``,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -21,6 +22,20 @@ from fast_attention.nn.bound import Bound
 from fast_attention.packed import Packing
 
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # max_length_q and max_length_k follow from these
+
+
+class Call(NamedTuple):
+    """A call of a layer's mechanism."""
+
+    bound: Bound
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visibility: Visibility
+    dropout: float = 0.0
+    sinks: Tensor | None = None
+    cache: Any = None  # where the mechanism's state is kept
+    changes: Mapping[str, Tensor] = MappingProxyType({})  # arguments that alter the scores, but sinks
 
 
 def borders_in(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -113,24 +128,12 @@ def from_position_ids(position_ids: Tensor | None, batch: int, length: int) -> P
     return numbered(texts.expand(batch, -1))
 
 
-def run(
-    bound: Bound, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, texts: Packing, dropout: float,
-    sinks: Tensor | None, *, windowed: bool = False,
-) -> Tensor:  # fmt: skip
-    """Attend within each text of the rows.
-
-    Args:
-        bound: The mechanism.
-        q, k, v: The rows.
-        visibility: The model's mask.
-        texts: The packed texts.
-        dropout: Probability with which an attention weight is dropped.
-        sinks: Those of the attention module.
-        windowed: Whether the mechanism is given the mask's window as a mask, for it has not the same itself.
-    """
+def run(call: Call, texts: Packing, *, windowed: bool = False) -> Tensor:
+    """Attend within each text of the rows; ``windowed``: by a mask of the window, which the mechanism has not itself."""
+    bound, q, k, v, visibility, dropout, sinks, *_ = call
     batch, key_mask = len(q), visibility.key_mask(k.shape[-2])
 
-    def call(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         order: Any = {"is_causal": visibility.is_causal}
         if windowed:
             order = {"attn_mask": band(visibility, q.shape[-2], k.shape[-2], q.device)}
@@ -140,7 +143,7 @@ def run(
     kernel = None
     if not windowed and dropout == 0.0 and sinks is None and isinstance(bound.mechanism, Attention):
         kernel = packed.packed_kernel(bound.mechanism, bound.w, is_causal=visibility.is_causal)
-    out = packed.attend(call, one_row(q), one_row(k), one_row(v), texts, key_mask, kernel=kernel)
+    out = packed.attend(attend, one_row(q), one_row(k), one_row(v), texts, key_mask, kernel=kernel)
     return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
 

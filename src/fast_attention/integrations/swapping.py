@@ -7,23 +7,22 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from torch import nn
 
 from fast_attention import catalogue, checks
 from fast_attention.integrations import crossover, modules, timm, torch_nn
 from fast_attention.integrations.crossover import ExactUpTo
-from fast_attention.integrations.modules import exchange, restored_generators
-from fast_attention.integrations.report import Layer, Report, listed, nothing_swapped
-from fast_attention.mechanism import Mechanism, Unsupported
+from fast_attention.integrations.modules import restored_generators
+from fast_attention.integrations.report import UNNAMED, ExactReport, Layer, Report, chosen, listed, no_queries, nothing_swapped
+from fast_attention.integrations.untrained import quality
+from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
 from fast_attention.nn.token_mixer import TokenMixer
 from fast_attention.refusals import is_module
-
-if TYPE_CHECKING:
-    from fast_attention.integrations.exact.report import ExactReport
 
 OURS = (MultiheadAttention, TokenMixer)
 MODELS = "transformers.modeling_utils"
@@ -115,8 +114,6 @@ def _exact(
     model: nn.Module, exact_up_to: Any, max_len: Any, probe: dict[str, Any] | None, skip_padding: bool | None
 ) -> ExactReport:
     """Let every Hugging Face model in a model compute what it computes in forms that are faster."""
-    from fast_attention.integrations.exact.report import ExactReport
-
     for name, value in (("exact_up_to", exact_up_to), ("max_len", max_len)):
         if value is not None:
             raise ValueError(
@@ -153,37 +150,35 @@ def _swapped(
     skip_padding: bool,
 ) -> Report:  # fmt: skip
     """Swap Hugging Face models first, then torch's and timm's modules wherever they are."""
+    submodels = pretrained(model)
+    if skip_padding and not submodels:
+        raise Unsupported(
+            f"skip_padding=True is for Hugging Face's encoders, of which {type(model).__name__} holds none"
+        )
+    if exact_up_to not in (None, "auto"):
+        parsed = crossover.exact_below(parsed, exact_up_to)
+    attempts: list[tuple[str, nn.Module, Callable[[Any], Sequence[Layer]], Callable[[], Any]]] = []
+    for name, submodel in submodels.items():
+        from fast_attention.integrations import hugging_face
+
+        swap = partial(hugging_face.swap, submodel, max_len=max_len, probe=probe, skip_padding=skip_padding)
+        attempts.append((name, submodel, swap, partial(hugging_face.swap_back, submodel)))
+    for library in (torch_nn, timm):
+        swap_back = partial(modules.swap_back, model, library.OURS)
+        attempts.append(("", model, partial(_exchange, library, model, max_len=max_len), swap_back))
     layers: list[Layer] = []
     refused: list[str] = []
     names: list[str] = []  # names that a pattern may fit: a Hugging Face model's layers have their names in it
-    for name, submodel in pretrained(model).items():
-        from fast_attention.integrations import hugging_face
-
+    for name, part, swap, swap_back in attempts:
         try:
-            swapped_layers = _exact_below(
-                parsed, exact_up_to, submodel,
-                lambda m, of=submodel: hugging_face.swap(of, m, max_len, probe, skip_padding),
-                lambda of=submodel: hugging_face.swap_back(of),
-            )  # fmt: skip
+            found = crossover.measured(parsed, part, swap, swap_back) if exact_up_to == "auto" else swap(parsed)
         except Unsupported as error:
             if skip_padding:
                 raise
             refused.append(str(error))
-        else:
-            layers += [_renamed(layer, name) for layer in swapped_layers]
-            names += [layer.name for layer in swapped_layers]
-    if skip_padding and not layers:
-        raise Unsupported(
-            f"skip_padding=True is for Hugging Face's encoders, of which {type(model).__name__} holds none"
-        )
-    for library in (torch_nn, timm):
-        try:
-            layers += _exact_below(
-                parsed, exact_up_to, model, lambda m, of=library: exchange(of, model, m, max_len),
-                lambda of=library: modules.swap_back(model, of.OURS),
-            )  # fmt: skip
-        except Unsupported as error:
-            refused.append(str(error))
+            continue
+        layers += [_renamed(layer, name) for layer in found]
+        names += [layer.name for layer in found]
     if not any(layer.replaced for layer in layers):
         why = nothing_swapped(model, layers) if layers else _nothing_found(model)
         raise Unsupported(refused[0] if refused else why)
@@ -193,16 +188,42 @@ def _swapped(
     return Report(model, tuple(layers), tuple(refused))
 
 
-def _exact_below(
-    parsed: Any, exact_up_to: ExactUpTo | None, model: nn.Module, swap: Callable[[Any], Sequence[Layer]],
-    swap_back: Callable[[], Any],
-) -> Sequence[Layer]:  # fmt: skip
-    """Swap one library's layers, with exact attention up to a number of tokens if there is one."""
-    if exact_up_to is None:
-        return swap(parsed)
-    if exact_up_to != "auto":
-        return swap(crossover.exact_below(parsed, exact_up_to))
-    return crossover.measured(parsed, model, swap, swap_back)
+def _exchange(library: Any, model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
+    """Replace every attention module of ``torch_nn`` or ``timm`` that ``wanted`` names; weights are shared, names stay.
+
+    Raises:
+        Unsupported: The model is such a module itself.
+    """
+    if library.is_attention(model):
+        raise Unsupported(
+            f"{type(model).__name__} is itself an attention, and a swap replaces those inside of what it is given. "
+            "What would work: the module that holds it; for an nn.MultiheadAttention also "
+            "fast_attention.MultiheadAttention(..., mechanism=...) in its place, which takes its weights by "
+            "load_state_dict(..., strict=False)"
+        )
+    layers, replacements = [], []
+    for module, names in modules.names_in(model, library.is_attention).items():
+        name = next((name for name in names if chosen(name, wanted) is not None), names[0])
+        mechanism, (heads, head_dim, shown) = chosen(name, wanted), library.sizes(module)
+        layer = Layer(name, type(module).__name__, heads, head_dim, False, shown, UNNAMED, replaced=False)
+        if mechanism is not None and not isinstance(mechanism, Attention):
+            layer = replace(layer, why=no_queries(mechanism))
+        elif mechanism is not None and (reason := library.unsupported_reason(model, name, module, mechanism)):
+            layer = replace(layer, why=reason)
+        elif mechanism is not None:
+            new, remarks = library.replacement(name, module, mechanism, max_len or 0)
+            if others := [other for other in names if other != name]:
+                remarks.append(f"the same module is {', '.join(others)}")
+            learned = sum(p.numel() for p in new.attention.parameters())
+            layer = replace(
+                layer, mechanism=repr(mechanism), why="; ".join(remarks), replaced=True, parameters=learned,
+                untrained=quality(mechanism, learned),
+            )  # fmt: skip
+            replacements += [(each, new) for each in names]
+        layers.append(layer)
+    for name, new in replacements:
+        modules.replace_module(model, name, new)
+    return tuple(layers)
 
 
 def swap_back(model: nn.Module) -> bool:

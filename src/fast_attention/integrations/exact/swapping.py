@@ -11,10 +11,10 @@ from fast_attention import core
 from fast_attention.integrations import calls, forward_pass, fresh, module_classes, probing, unpadding
 from fast_attention.integrations.exact import masks
 from fast_attention.integrations.exact.attention import BIAS, CAP, POSITIONS, SINKS, SUPPORTED
-from fast_attention.integrations.exact.report import ExactLayer, ExactReport, compared, tensors
 from fast_attention.integrations.fresh import SWAPPED
 from fast_attention.integrations.hugging_face import swap_back
 from fast_attention.integrations.probing import AttentionCall
+from fast_attention.integrations.report import ExactLayer, ExactReport, compared, tensors
 from fast_attention.mechanism import Unsupported
 
 WITHOUT_CORE = "what ran before: tiles need the compiled core"
