@@ -112,10 +112,7 @@ def packed() -> list[dict[str, Tensor]]:
 
 
 def _find(module: nn.Module) -> ActiveCall | None:
-    call = _thread.innermost
-    while call is not None and call.module is not module:
-        call = call.outer
-    return call
+    return next((call for call in _active() if call.module is module), None)
 
 
 def _active() -> list[ActiveCall]:

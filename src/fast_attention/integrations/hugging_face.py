@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,6 @@ def swap(
     """
     _check(model)
     probing.check_loaded(model)
-    swap_back(model)
     fresh.own_configs(model)
     try:
         _call_ours(model)
@@ -55,7 +55,7 @@ def swap(
         layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in called.items()]
         if not any(layer.replaced for layer, _ in layers):
             raise Unsupported(nothing_swapped(model, [layer for layer, _ in layers]))
-        uncalled = [_uncalled(model, name, *sizes, run) for name, sizes in probing.uncalled(model, called).items()]
+        uncalled = [_uncalled(name, call, model, run) for name, call in probing.uncalled(model, called).items()]
         for layer, bound in (*layers, *uncalled):
             if bound is not None:
                 swapped = Swapped(bound, kept=not layer.replaced, positions=relative.of(model, layer.name))
@@ -133,43 +133,38 @@ def _check(model: PreTrainedModel) -> None:
 
 
 def _uncalled(
-    model: nn.Module, name: str, module: nn.Module, heads: int, head_dim: int, run: set[nn.Module]
+    name: str, call: AttentionCall, model: PreTrainedModel, run: set[nn.Module]
 ) -> tuple[Layer, Bound | None]:
     """The report of a layer that called no attention in the probe, and exact attention for it; None: it keeps its own.
 
     ``run``: the modules whose forward pass the probe ran.
     """
-    bound, why = None, "it follows a config of its own, which set_attn_implementation does not reach"
-    positions = relative.of(model, name)
-    exact, shown = relative.with_own_bias(Softmax(), positions), ""
-    if module in run:
-        shown, why = "its own attention", "it forms attention itself, not through transformers' interface"
-    elif getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
-        why = "the probe did not call it: give swap(..., probe={...}) inputs that do"
-        bound = like_module(relative.bound(exact, Shape(heads, head_dim), positions), module, model)
-    causal = bool(getattr(module, "is_causal", False))
-    return Layer(name, type(module).__name__, heads, head_dim, causal, shown or repr(exact), why, replaced=False), bound
+    layer, bound = _plan(name, call, None, model, None)
+    if call.module in run:
+        why = "it forms attention itself, not through transformers' interface"
+        return replace(layer, mechanism="its own attention", why=why), None
+    if getattr(getattr(call.module, "config", None), "_attn_implementation", NAME) == NAME:
+        return replace(layer, why="the probe did not call it: give swap(..., probe={...}) inputs that do"), bound
+    why = "it follows a config of its own, which set_attn_implementation does not reach"
+    return replace(layer, why=why), None
 
 
 def _plan(
     name: str, call: AttentionCall, mechanism: Mechanism[Any, Any] | None, model: PreTrainedModel, max_len: int | None
 ) -> tuple[Layer, Bound]:
     """The report of a layer, and its mechanism: the wanted one, or exact attention where that cannot serve."""
-    module, positions = model.get_submodule(name), relative.of(model, name)
+    positions = relative.of(model, name)
     reason = UNNAMED if mechanism is None else _unsupported_reason(mechanism, call, positions)
     chosen_mechanism: Any = relative.with_own_bias(Softmax() if mechanism is None or reason else mechanism, positions)
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.needs_max_len else 0)
-    bound = like_module(relative.bound(chosen_mechanism, shape, positions), module, model)
-    learned = sum(p.numel() for p in bound.parameters())
-    notes = [] if reason else _notes(chosen_mechanism, call, _dropout(module), positions)
-    why = reason or "; ".join(notes)
-    sizes = (call.heads, call.head_dim, call.is_causal)
-    untrained = ""
+    bound = like_module(relative.bound(chosen_mechanism, shape, positions), call.module, model)
+    learned, why, untrained = sum(p.numel() for p in bound.parameters()), reason, ""
     if mechanism is not None and not reason:
+        why = "; ".join(_notes(chosen_mechanism, call, positions))
         untrained = quality(mechanism, learned, window=call.window, is_causal=call.is_causal)
-    layer = Layer(name, type(module).__name__, *sizes, repr(chosen_mechanism), why, not reason, learned, untrained)
-    return layer, bound
+    kind, sizes = type(call.module).__name__, (call.heads, call.head_dim, call.is_causal)
+    return Layer(name, kind, *sizes, repr(chosen_mechanism), why, not reason, learned, untrained), bound
 
 
 def _unsupported_reason(
@@ -183,10 +178,8 @@ def _unsupported_reason(
         return f"the layer is causal, and {mechanism!r} is not (traits.causal)"
     if not call.is_causal and not traits.bidirectional:
         return f"the layer sees later tokens, and {mechanism!r} is causal only (traits.bidirectional)"
-    if call.crosses and not traits.cross:
-        return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
-    if call.crosses and visible.counts_from_the_query(mechanism):
-        return f"the layer attends to another sequence, in which {mechanism!r} has no place to begin"
+    if call.crosses and (reason := visible.crossing_refusal(mechanism)):
+        return reason
     if call.is_causal and call.times > 1 and keeps_state(mechanism):
         return (
             f"the layer attends {call.times} times in one pass of the model, and {mechanism!r} would take every token "
@@ -204,11 +197,11 @@ def _unsupported_reason(
 
 
 def _notes(
-    mechanism: Mechanism[Any, Any], call: AttentionCall, dropout: float, positions: relative.Positions | None
+    mechanism: Mechanism[Any, Any], call: AttentionCall, positions: relative.Positions | None
 ) -> list[str]:
     """Remarks on a layer that was swapped, for the report."""
     notes, takes_masks = relative.notes(mechanism, call.changes, positions), mechanism.traits.mask
-    if dropout and not takes_masks:
+    if (dropout := _dropout(call.module)) and not takes_masks:
         notes.append(dropout_note(dropout))
     if call.window and not visible.within_window(mechanism, call.window - 1, call.window - 1):
         outcome = "takes a mask of every pair" if takes_masks else "refuses"

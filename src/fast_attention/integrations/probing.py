@@ -67,13 +67,17 @@ def record(
 
 
 @contextmanager
-def _recorded() -> Iterator[list[AttentionCall]]:
+def _recorded() -> Iterator[tuple[list[AttentionCall], set[nn.Module]]]:
+    """The calls of attention in the block, and all modules whose forward pass runs in it."""
     recorded_calls: list[AttentionCall] = []
+    run: set[nn.Module] = set()
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: run.add(module))
     token = _recording.set(recorded_calls)
     try:
-        yield recorded_calls
+        yield recorded_calls, run
     finally:
         _recording.reset(token)
+        handle.remove()
 
 
 def check_loaded(model: PreTrainedModel) -> None:
@@ -112,7 +116,7 @@ def find_layers(
                 calls.end(model)
 
         try:
-            with _recorded() as recorded_calls, _ran() as run:
+            with _recorded() as (recorded_calls, run):
                 forward()
         except Unsupported:
             raise
@@ -129,7 +133,7 @@ def find_layers(
         times = Counter(call.module for call in recorded_calls)
         return forward, {names[call.module]: call._replace(times=times[call.module]) for call in recorded_calls}, run
     if Visibility.__name__ in refusal:  # which took the place of the mask that only the interface reads
-        layers = own_attention(model) or f"attention of its own, {', '.join(_classes(model, lambda kind: True))}"
+        layers = own_attention(model) or own_attention(model, interface=True)
         raise Unsupported(
             f"{type(model).__name__} computes with masks in its own code, not through transformers' interface alone: "
             f"it has {layers}, and nothing was swapped"
@@ -190,8 +194,8 @@ def _padding(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor
     return {"attention_mask": mask}
 
 
-def uncalled(model: nn.Module, called: dict[str, AttentionCall]) -> dict[str, tuple[nn.Module, int, int]]:
-    """The attention layers that a probe did not call, by name, each with its heads and its width per head.
+def uncalled(model: nn.Module, called: dict[str, AttentionCall]) -> dict[str, AttentionCall]:
+    """The attention layers that a probe did not call, by name, as far as their modules tell what they would call.
 
     Raises:
         Unsupported: One calls its attention through the interface, and its sizes are not known.
@@ -207,9 +211,10 @@ def uncalled(model: nn.Module, called: dict[str, AttentionCall]) -> dict[str, tu
         if like := kinds.get(kind):  # a layer of the same class, which was called
             heads, width = heads or like.heads, width or like.head_dim
         if heads and width:
-            named = "Attention" in kind.__name__ and _uses_interface(module, called)
+            named = "Attention" in kind.__name__ and any(kind.__module__ == each.__module__ for each in kinds)
             if like or named or calls_interface(kind):
-                uncalled_layers[name] = (module, heads, width)
+                is_causal = bool(getattr(module, "is_causal", False))
+                uncalled_layers[name] = AttentionCall(module, heads, width, None, is_causal, False, ())
         elif calls_interface(kind):
             raise Unsupported(
                 f"the probe did not run {name} ({kind.__name__}), which calls its attention through transformers' "
@@ -227,32 +232,26 @@ def sizes(*parts: Any) -> tuple[int, int]:
     return heads, width
 
 
-def own_attention(model: nn.Module) -> str:
-    """Describe the attention of a model that does not call transformers' interface; empty where there is none."""
-    kinds = _classes(model, lambda kind: not calls_interface(kind))
-    return f"attention of its own, {', '.join(kinds)}" if kinds else ""
+def own_attention(model: nn.Module, *, interface: bool = False) -> str:
+    """Describe the attention of a model that does not call transformers' interface; empty where there is none.
 
-
-def _classes(model: nn.Module, is_wanted: Callable[[type[nn.Module]], bool]) -> list[str]:
-    """The classes of the innermost modules that have weights and are called an attention, with number and a name."""
+    It is the innermost modules that have weights and are called an attention, by class, with number and a name;
+    ``interface``: those that call the interface too.
+    """
     named = {name: type(module) for name, module in model.named_modules()
              if "Attention" in type(module).__name__ and any(True for _ in module.parameters())}  # fmt: skip
     names: dict[type[nn.Module], list[str]] = {}
     for name, kind in named.items():
-        if is_wanted(kind) and not any(other.startswith(f"{name}.") for other in named):
+        if (interface or not calls_interface(kind)) and not any(other.startswith(f"{name}.") for other in named):
             names.setdefault(kind, []).append(name)
-    return [f"{kind.__name__} ({len(each)} of them, the first is {each[0]})" for kind, each in names.items()]
+    kinds = [f"{kind.__name__} ({len(each)} of them, the first is {each[0]})" for kind, each in names.items()]
+    return f"attention of its own, {', '.join(kinds)}" if kinds else ""
 
 
 def calls_interface(kind: type[nn.Module]) -> bool:
     """Whether modules of a class call their attention through transformers' interface, as their code says."""
     code = getattr(inspect.unwrap(module_classes.original(kind).forward), "__code__", None)
     return code is not None and INTERFACE in code.co_names
-
-
-def _uses_interface(module: nn.Module, called: dict[str, AttentionCall]) -> bool:
-    """Whether the module calls its attention through transformers' interface: its file is one that does."""
-    return any(type(module).__module__ == type(call.module).__module__ for call in called.values())
 
 
 def probe_inputs(model: PreTrainedModel) -> dict[str, Any]:
@@ -314,14 +313,3 @@ def _pixels(model: PreTrainedModel) -> Tensor | None:
     frames = [config.num_frames] if getattr(config, "num_frames", None) else []
     channels = getattr(config, "num_channels", 3)
     return torch.zeros(2, *frames, channels, *size, device=model.device, dtype=model.dtype)
-
-
-@contextmanager
-def _ran() -> Iterator[set[nn.Module]]:
-    """The modules whose forward pass runs in the block."""
-    run: set[nn.Module] = set()
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: run.add(module))
-    try:
-        yield run
-    finally:
-        handle.remove()

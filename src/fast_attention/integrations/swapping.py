@@ -161,17 +161,17 @@ def _swapped(
     for name, submodel in submodels.items():
         from fast_attention.integrations import hugging_face
 
-        swap = partial(hugging_face.swap, submodel, max_len=max_len, probe=probe, skip_padding=skip_padding)
-        attempts.append((name, submodel, swap, partial(hugging_face.swap_back, submodel)))
+        run = partial(hugging_face.swap, submodel, max_len=max_len, probe=probe, skip_padding=skip_padding)
+        attempts.append((name, submodel, run, partial(hugging_face.swap_back, submodel)))
     for library in (torch_nn, timm):
-        swap_back = partial(modules.swap_back, model, library.OURS)
-        attempts.append(("", model, partial(_exchange, library, model, max_len=max_len), swap_back))
+        undo = partial(modules.swap_back, model, library.OURS)
+        attempts.append(("", model, partial(_exchange, library, model, max_len=max_len), undo))
     layers: list[Layer] = []
     refused: list[str] = []
     names: list[str] = []  # names that a pattern may fit: a Hugging Face model's layers have their names in it
-    for name, part, swap, swap_back in attempts:
+    for name, part, run, undo in attempts:
         try:
-            found = crossover.measured(parsed, part, swap, swap_back) if exact_up_to == "auto" else swap(parsed)
+            found = crossover.measured(parsed, part, run, undo) if exact_up_to == "auto" else run(parsed)
         except Unsupported as error:
             if skip_padding:
                 raise

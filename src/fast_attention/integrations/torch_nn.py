@@ -11,7 +11,7 @@ from fast_attention import catalogue
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations.modules import names_in, replace_module, swapped_in, take_over
 from fast_attention.integrations.report import dropout_note
-from fast_attention.integrations.visible import counts_from_the_query
+from fast_attention.integrations.visible import counts_from_the_query, crossing_refusal
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
 
@@ -46,10 +46,8 @@ def unsupported_reason(
     prefix, _, attribute = name.rpartition(".")
     parent = model.get_submodule(prefix)
     decodes, crosses = isinstance(parent, nn.TransformerDecoderLayer), _crosses(parent, attribute)
-    if crosses and not traits.cross:
-        return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
-    if crosses and counts_from_the_query(mechanism):
-        return f"the layer attends to another sequence, in which {mechanism!r} has no place to begin"
+    if crosses and (reason := crossing_refusal(mechanism)):
+        return reason
     if decodes and not crosses and not traits.causal:
         return f"a decoder's own attention is causal, and {mechanism!r} is not (traits.causal)"
     if not decodes and not traits.bidirectional:

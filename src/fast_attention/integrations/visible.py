@@ -206,6 +206,15 @@ def window_refusal(mechanism: Any, keys_left: int | None, keys_right: int | None
     )
 
 
+def crossing_refusal(mechanism: Any) -> str:
+    """The reason why a mechanism cannot attend to another sequence; empty if it can."""
+    if not mechanism.traits.cross:
+        return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
+    if counts_from_the_query(mechanism):
+        return f"the layer attends to another sequence, in which {mechanism!r} has no place to begin"
+    return ""
+
+
 def counts_from_the_query(mechanism: Any) -> bool:
     """Whether a mechanism's keys are those near the query's own position, which has no meaning in another sequence."""
     if isinstance(mechanism, ByLength):

@@ -104,6 +104,7 @@ def _layers(
 def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, int | None]:
     """Say for a layer that calls the interface what it computes, what runs it, and from how many tokens, padded too."""
     seen, order = call.visibility, "causal " if call.is_causal else ""
+    before = "what ran before", None, None
     named = getattr(getattr(call.module, "config", model.config), "_attn_implementation", None)
     weights = (*call.module.parameters(), *model.parameters())
     dtype = next((p.dtype for p in weights if p.is_floating_point()), torch.float32)
@@ -112,21 +113,20 @@ def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, in
     if call.crosses and POSITIONS in call.changes:
         return "attention to another sequence", "torch's kernel, without zeros for all pairs", shortest, None
     if call.crosses:
-        return f"attention to another sequence{extra}", "what ran before", None, None
+        return f"attention to another sequence{extra}", *before
     if named not in masks.NAMES.values():
-        return f"{order}attention by {named}{extra}", "what ran before", None, None
+        return f"{order}attention by {named}{extra}", *before
     if not {*call.changes} <= {*SUPPORTED}:
-        return f"{order}attention{extra}", "what ran before", None, None
+        return f"{order}attention{extra}", *before
     if CAP in call.changes and (why := core.unavailable()):
         return f"{order}attention{extra}", f"{WITHOUT_CORE} ({why})", None, None
+    whole = f"{order or 'full '}attention{extra}"
     if POSITIONS in call.changes and (seen is None or seen.is_whole):
-        what = f"{order or 'full '}attention{extra}"
-        return what, "torch's kernel, which reads a number for each offset", shortest, shortest
+        return whole, "torch's kernel, which reads a number for each offset", shortest, shortest
     if CAP in call.changes and seen is not None and seen.is_whole:
-        return f"{order or 'full '}attention{extra}", "in tiles", shortest, shortest
+        return whole, "in tiles", shortest, shortest
     if seen is None or not seen.complete:
-        what = "causal attention" if call.is_causal else "full attention"
-        return f"{what}{extra}", "torch's kernel, as before", None, None
+        return whole, "torch's kernel, as before", None, None
     if seen.sequences is not None:
         size = int((seen.sequences[0] == 0).sum())
         start = max(size + 1, shortest)
@@ -137,10 +137,9 @@ def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, in
             window += f" and {'all' if seen.keys_right is None else format(seen.keys_right, ',')} ahead"
         start = shortest if named == masks.NAMES["eager"] else masks.pays_from(seen.keys_left, seen.keys_right, dtype)
         return f"{order}attention in {window}{extra}", "in tiles", start, shortest
-    what = f"{order or 'full '}attention{extra}"
     if named == masks.NAMES["eager"]:
-        return what, "torch's fused kernel in place of plain operations", shortest, shortest
-    return what, "torch's kernel, as before", None, shortest
+        return whole, "torch's fused kernel in place of plain operations", shortest, shortest
+    return whole, "torch's kernel, as before", None, shortest
 
 
 NAMED = {SINKS: "sinks", CAP: "a soft cap", BIAS: "positions in the scores", POSITIONS: "positions in the scores"}
