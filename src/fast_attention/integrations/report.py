@@ -408,7 +408,7 @@ def verified(model: nn.Module, batch: Any) -> Verified:
     like = next(model.parameters())
     (wanted, wanted_gradients), (got, gradients) = before(), run()
     seconds = clock.in_turns({0: before, 1: run}, like.device, ROUNDS, LONGER_PATIENCE)
-    difference = _relative(wanted, got)
+    difference = largest_difference(wanted, got)
     slopes = None
     if trains:
         pairs = [(a, b) for a, b in zip(wanted_gradients, gradients, strict=True) if a is not None and b is not None]
@@ -417,12 +417,7 @@ def verified(model: nn.Module, batch: Any) -> Verified:
     return Verified(difference, slopes, (statistics.median(seconds[0]), statistics.median(seconds[1])), tolerance)
 
 
-def compared(wanted: Any, got: Any, mask: Tensor | None) -> float:
-    """The largest difference of a model's outputs, over the largest output; those of padding are left out."""
-    return _relative(tensors(wanted, mask), tensors(got, mask))
-
-
-def tensors(outputs: Any, mask: Tensor | None) -> list[Tensor]:
+def tensors(outputs: Any, mask: Tensor | None = None) -> list[Tensor]:
     """The floating tensors of a model's outputs, without the rows of padding and without caches."""
     if isinstance(outputs, Tensor):
         if not outputs.is_floating_point():
@@ -444,7 +439,7 @@ def _outputs(model: Any, batch: Any) -> list[Tensor]:
             )
         return [torch.as_tensor(model.encode(batch, show_progress_bar=False))]
     if isinstance(batch, Tensor):
-        return tensors(model(batch), None)
+        return tensors(model(batch))
     if not isinstance(batch, Mapping):
         raise TypeError(f"verify({type(batch).__name__}): give the model's arguments by name, a tensor, or texts")
     return tensors(model(**batch), batch.get("attention_mask"))
@@ -454,7 +449,8 @@ def _is_texts(batch: Any) -> bool:
     return isinstance(batch, str) or (isinstance(batch, Sequence) and all(isinstance(x, str) for x in batch))
 
 
-def _relative(wanted: list[Tensor], got: list[Tensor]) -> float:
+def largest_difference(wanted: list[Tensor], got: list[Tensor]) -> float:
+    """The largest difference of tensors, over the largest number of each."""
     differences = [
         float((a.double() - b.double()).abs().max() / a.double().abs().max().clamp(min=1e-30))
         for a, b in zip(wanted, got, strict=True) if a.numel()

@@ -158,21 +158,19 @@ def _implementations(model: PreTrainedModel, layers: dict[str, Swapped]) -> str 
     return {"": NAME, **dict.fromkeys(parts, NAME), **others} if others else NAME
 
 
-def guard() -> None:
-    """Let transformers' own ``save_pretrained`` lose no mechanisms: of a swapped model's part, of what holds one."""
-    original = PreTrainedModel.save_pretrained
-    if getattr(original, "keeps_mechanisms", False):
-        return
+_original = PreTrainedModel.save_pretrained
 
-    @wraps(original)
-    def saved(self: PreTrainedModel, *args: Any, **settings: Any) -> None:
-        if _writing.get() is not self and (layers_of(self) or swapped_in(self)):
-            save_pretrained(self, *args, **settings)
-        else:
-            original(self, *args, **settings)
 
-    saved.keeps_mechanisms = True  # type: ignore[attr-defined]
-    PreTrainedModel.save_pretrained = saved  # type: ignore[method-assign]
+@wraps(_original)
+def _saved(self: PreTrainedModel, *args: Any, **settings: Any) -> None:
+    """Transformers' own ``save_pretrained``, which loses no mechanisms: of a swapped model's part, of what holds one."""
+    if _writing.get() is not self and (layers_of(self) or swapped_in(self)):
+        save_pretrained(self, *args, **settings)
+    else:
+        _original(self, *args, **settings)
+
+
+PreTrainedModel.save_pretrained = _saved  # type: ignore[method-assign]
 
 
 def _write(model: PreTrainedModel, *args: Any, **settings: Any) -> None:
@@ -221,6 +219,3 @@ def _check_readable(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
                 "What would work: a class in place of a function, as docs/guides/your_mechanism.md has it; or "
                 "torch.save(model.state_dict(), path), which is loaded into a model that was swapped in the same way"
             )
-
-
-guard()

@@ -16,6 +16,7 @@ from torch import nn
 from fast_attention import catalogue, checks
 from fast_attention.integrations import crossover, modules, timm, torch_nn
 from fast_attention.integrations.crossover import ExactUpTo
+from fast_attention.integrations.fresh import MODELS
 from fast_attention.integrations.modules import restored_generators
 from fast_attention.integrations.report import UNNAMED, ExactReport, Layer, Report, chosen, listed, no_queries, nothing_swapped
 from fast_attention.integrations.untrained import quality
@@ -25,7 +26,6 @@ from fast_attention.nn.token_mixer import TokenMixer
 from fast_attention.refusals import is_module
 
 OURS = (MultiheadAttention, TokenMixer)
-MODELS = "transformers.modeling_utils"
 Wanted = Mechanism[Any, Any] | str | dict[str, Mechanism[Any, Any] | str]
 
 

@@ -14,7 +14,7 @@ from fast_attention.integrations.exact.attention import BIAS, CAP, POSITIONS, SI
 from fast_attention.integrations.fresh import SWAPPED
 from fast_attention.integrations.hugging_face import swap_back
 from fast_attention.integrations.probing import AttentionCall
-from fast_attention.integrations.report import ExactLayer, ExactReport, compared, tensors
+from fast_attention.integrations.report import ExactLayer, ExactReport, largest_difference, tensors
 from fast_attention.mechanism import Unsupported
 
 WITHOUT_CORE = "what ran before: tiles need the compiled core"
@@ -159,9 +159,10 @@ def _check(model: PreTrainedModel, forward: Any) -> None:
             return
         with calls.forced():
             got = forward(padded)
+        wanted, got = tensors(wanted), tensors(got)
         if padded:
-            wanted, got = ([_tokens(x) for x in tensors(each, None)] for each in (wanted, got))
-        off = compared(wanted, got, None)
+            wanted, got = map(_tokens, wanted), map(_tokens, got)
+        off = largest_difference([*wanted], [*got])
         dtype = next(model.parameters()).dtype
         if not off <= max(DEVIATES, 8 * torch.finfo(dtype).eps):
             raise Unsupported(
