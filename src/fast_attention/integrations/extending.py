@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -109,15 +108,15 @@ def extend(
 
 def _no_positions(model: PreTrainedModel) -> str:
     """The reason why a model without a number of positions cannot be extended."""
-    kind = type(model).__name__
+    kind, known = type(model).__name__, ""
     if any("relative_attention_bias" in name for name, _ in model.named_parameters()):
-        return f"{kind} has relative positions (a bias by distance), which reach any length: there is nothing to extend"
-    if any("build_alibi_tensor" in dir(part) or "build_mpt_alibi_tensor" in dir(part) for part in model.modules()):
-        return f"{kind} has ALiBi positions (a slope by distance), which reach any length: there is nothing to extend"
-    if _rotary_modules(model):
-        return (
-            f"{kind} has rotary positions by a formula of its own, which reach any length: there is nothing to extend"
-        )
+        known = "relative positions (a bias by distance)"
+    elif any("build_alibi_tensor" in dir(part) or "build_mpt_alibi_tensor" in dir(part) for part in model.modules()):
+        known = "ALiBi positions (a slope by distance)"
+    elif _rotary_modules(model):
+        known = "rotary positions by a formula of its own"
+    if known:
+        return f"{kind} has {known}, which reach any length: there is nothing to extend"
     return (
         f"{kind}: its config names no max_position_embeddings, so that no positions are known which could be extended; "
         "tables of learned positions and rotary positions can be"
@@ -160,7 +159,13 @@ def _extend_rotary(
     _check_longer(positions, before)
     text = copy.deepcopy(model.config.get_text_config())
     objection, scaled = _objection(text), copy.deepcopy(text.rope_parameters)
-    for name, part in _layers(scaled):
+    parts = {"": scaled}  # the settings that reach the whole text: one, or one for each kind of layers but windows
+    if "rope_theta" not in scaled and "rope_type" not in scaled:
+        parts = {
+            f" of {kind}": part for kind, part in scaled.items()
+            if isinstance(part, dict) and "sliding" not in kind and "local" not in kind
+        }  # fmt: skip
+    for name, part in parts.items():
         if part.get("rope_type", "default") != "default":
             raise Unsupported(
                 f"{type(model).__name__}: its rotary positions are scaled already (rope_type {part['rope_type']!r}"
@@ -174,7 +179,10 @@ def _extend_rotary(
         _set(text, settings)
         if (refusal := _objection(text)) not in ("", objection):
             raise ValueError(refusal)
-        scaled_modules = {name: _scaled(part, text) for name, part in rotary.items()}
+        scaled_modules: dict[str, Any] = {
+            name: type(part)(config=text).to(next(part.buffers()).device).train(part.training)
+            for name, part in rotary.items()
+        }
     except Exception as error:
         raise Unsupported(
             f"{type(model).__name__}: transformers does not take method={method!r} for it ({error}). What may work: "
@@ -203,21 +211,6 @@ def _set(config: Any, settings: dict[str, Any]) -> None:
         setattr(config, name, copy.deepcopy(value))
 
 
-def _scaled(part: Any, config: Any) -> Any:
-    """A module of rotary positions like ``part``, of another config."""
-    return type(part)(config=config).to(next(part.buffers()).device).train(part.training)
-
-
-def _layers(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The settings of rotary positions that reach the whole text: one, or one for each kind of layers but windows."""
-    if "rope_theta" in parameters or "rope_type" in parameters:
-        yield "", parameters
-        return
-    for kind, settings in parameters.items():
-        if isinstance(settings, dict) and "sliding" not in kind and "local" not in kind:
-            yield f" of {kind}", settings
-
-
 def _scaling(text: Any, part: dict[str, Any], method: str, factor: float, before: int) -> dict[str, Any]:
     if method == "linear":  # Chen et al. 2023, arXiv 2306.15595
         return {"rope_type": "linear", "factor": factor}
@@ -238,8 +231,10 @@ def _scaling(text: Any, part: dict[str, Any], method: str, factor: float, before
 def _extend_tables(model: PreTrainedModel, positions: int, method: str, longest: int) -> Extension:
     """Lengthen every table with a row for each position, and whatever else depends on their number."""
     tables = _tables(model, _copied_model(model, longest + 1))
-    special = _special(tables, longest)
-    before = next(iter(tables.values())).num_embeddings - special
+    first = next(iter(tables.values()))
+    # Rows in front that are no positions: up to the padding's (RoBERTa), or those beyond the config's (OPT, BART).
+    special = (0 if first.padding_idx is None else first.padding_idx + 1) + first.num_embeddings - longest
+    before = first.num_embeddings - special
     _check_longer(positions, before)
     continued = {name: _sinusoids(table.weight, positions + special) for name, table in tables.items()}
     formula = all(weight is not None for weight in continued.values())
@@ -288,12 +283,6 @@ def _tables(model: PreTrainedModel, longer: PreTrainedModel) -> dict[str, nn.Emb
     if not tables:
         raise Unsupported(_no_positions(model))
     return tables
-
-
-def _special(tables: dict[str, nn.Embedding], longest: int) -> int:
-    """Rows in front that are no positions: up to the padding's (RoBERTa), or those beyond the config's (OPT, BART)."""
-    first = next(iter(tables.values()))
-    return (0 if first.padding_idx is None else first.padding_idx + 1) + first.num_embeddings - longest
 
 
 def _continued(table: Tensor, rows: int, special: int, method: str) -> Tensor:

@@ -101,15 +101,13 @@ def _structure(sees: Sees, positions: Positions) -> Visibility:
             reached = reached & pairs(keys_right, rows).all()
         if not bool(reached):
             return replace(result, complete=False)
-        for side, beyond in (
-            ("keys_left", (rows, rows - (result.keys_left or 0) - 1)),
-            ("keys_right", (rows - (result.keys_right or 0) - 1, rows)),
+        for side, queries, keys in (
+            (result.keys_left, rows, rows - (result.keys_left or 0) - 1),
+            (result.keys_right, rows - (result.keys_right or 0) - 1, rows),
         ):
-            if getattr(result, side) is not None:  # nothing beyond the window
-                inside = (beyond[0] if side == "keys_right" else beyond[1]) >= first
-                queries, keys = (x.clamp(min=0) for x in beyond)
-                if bool((pairs(queries, keys) & inside).any()):
-                    return replace(result, complete=False)
+            inside = torch.minimum(queries, keys) >= first
+            if side is not None and bool((pairs(queries.clamp(min=0), keys.clamp(min=0)) & inside).any()):
+                return replace(result, complete=False)  # something is seen beyond the window
     distance = columns - positions.first_key
     matches = all(bool((predicted(result, distance - offsets[i], i) == row).all()) for i, row in probes.items())
     reaches = positions.first_query + positions.queries == positions.first_key + positions.keys  # our sense of causal

@@ -55,15 +55,13 @@ def attention(
     changes = changed(extra, seen)
     positions, cap = changes.get(POSITIONS), changes.get(CAP)
     takes = getattr(positions, "takes", None)  # of positions that were made before their mask was known
-    mask = attention_mask if seen is None else seen
-    if positions is not None and takes is not None and not takes(module, query, mask):
+    runs = takes is None or takes(module, query, attention_mask if seen is None else seen)
+    if positions is not None and runs and seen is None:
+        seen = masks.of_keys(attention_mask, query, key)
+    if positions is not None and not (runs and (attention_mask is None or seen is not None)):
         mask = attention_mask if seen is None else seen.dense()
         return original(mask, position_bias=positions.dense(query, key))
     if positions is not None and seen is None:
-        seen = masks.of_keys(attention_mask, query, key)
-    if positions is not None and seen is None:
-        if attention_mask is not None:
-            return original(attention_mask, position_bias=positions.dense(query, key))
         causal = query.shape[2] > 1 and before == "sdpa"  # transformers' eager attention sees all without a mask
         causal = causal and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         seen = Visibility(_no_mask, is_causal=causal)
