@@ -47,10 +47,7 @@ def _by_mechanism(layer: Any, mask: Any, dropout: float) -> Attend:
 def _by_key(slopes: Tensor, keys: int, tokens: Tensor | None) -> Tensor:
     """ALiBi as a number for each key, (B or 1, H, 1, keys): a query's own position cancels in its softmax.
 
-    Args:
-        slopes: The slope of each head, (H,).
-        keys: Their number.
-        tokens: Which positions are tokens, (B, all), where only these are counted, as BLOOM does; None: all.
+    Where ``tokens`` (B, all) says which positions are tokens, only these are counted, as BLOOM does.
     """
     if tokens is None:
         positions = torch.arange(keys, device=slopes.device)[None]

@@ -76,14 +76,7 @@ def limited(bound: Bound, exact: Bound, tokens: int, like: Tensor) -> Bound:
 def measured(
     wanted: Any, model: nn.Module, swap: Callable[[Any], Sequence[Layer]], swap_back: Callable[[], Any]
 ) -> Sequence[Layer]:
-    """Swap twice: to find every layer's sizes, and with each mechanism exact up to where it becomes faster there.
-
-    Args:
-        wanted: A mechanism, or one for every pattern of layer names.
-        model: What is swapped.
-        swap: Swaps it, by a mechanism or patterns.
-        swap_back: Undoes that.
-    """
+    """Swap twice: to find every layer's sizes, and with each mechanism exact up to where it becomes faster there."""
     limits: dict[Any, int] = {}
     exact: dict[str, Any] = {}
     with restored_generators(model):
@@ -112,12 +105,6 @@ def crossover(mechanism: Attention[Any, Any], shape: Shape, like: Tensor, *, is_
     longer than exact attention: causal, at most 5 % longer, for there it computes all rows but the last exactly and
     reads all keys besides. Two lengths between the last two are tried then. Where exact attention takes a second
     before that, it is that length.
-
-    Args:
-        mechanism: What is to run beyond.
-        shape: The heads of one layer and their width.
-        like: A tensor of the layer's device and dtype.
-        is_causal: Whether the layer is causal.
     """
     slower, length, limit = 0, SHORTEST, DRAW if is_causal else 1.0
 

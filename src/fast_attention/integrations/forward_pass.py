@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fast_attention.integrations import calls, packed_rows, unpadding
-from fast_attention.integrations.exact import attention as attention  # a model that was pickled finds its functions
+from fast_attention.integrations import saving as saving  # a model that was pickled saves its mechanisms
+from fast_attention.integrations.exact import attention as attention  # and finds its functions
 from fast_attention.integrations.swapped import layers_of
 from fast_attention.integrations.visible import Visibility
 

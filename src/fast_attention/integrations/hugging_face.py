@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,7 +26,6 @@ from fast_attention.integrations.exact import masks
 from fast_attention.integrations.fresh import BEFORE, SWAPPED
 from fast_attention.integrations.probing import AttentionCall
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
-from fast_attention.integrations.saving import save_pretrained
 from fast_attention.integrations.swapped import CHILD, Swapped, keeps_state, layers_of, like_module
 from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
@@ -61,7 +59,7 @@ def swap(
                 swapped = Swapped(bound, kept=not layer.replaced, positions=relative.of(model, layer.name))
                 _install(model.get_submodule(layer.name), swapped)
         probing.check_called(model, [layer.name for layer, _ in layers], forward)
-        settle(model)
+        forward_pass.enter_calls(model)
         if skip_padding:
             if others := [layer.name for layer, bound in uncalled if bound is None]:
                 raise Unsupported(
@@ -76,18 +74,11 @@ def swap(
 
 
 def restore(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
-    """Put mechanisms, by name, into a model whose weights are about to be loaded; call ``settle`` afterwards."""
+    """Put mechanisms, by name, into a model whose weights are about to be loaded."""
     _check(model)
     _call_ours(model)
     for name, swapped in layers.items():
         _install(model.get_submodule(name), swapped)
-
-
-def settle(model: PreTrainedModel) -> None:
-    """Complete a swap: let calls and saving know."""
-    forward_pass.enter_calls(model)
-    untyped: Any = model
-    untyped.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
 
 
 def swap_back(model: PreTrainedModel) -> bool:
@@ -95,7 +86,6 @@ def swap_back(model: PreTrainedModel) -> bool:
     if SWAPPED not in model.__dict__:
         return False
     model.name_or_path = model.__dict__.pop(SWAPPED)
-    model.__dict__.pop("save_pretrained", None)
     unpadding.set_skipping(model, False)
     forward_pass.leave_calls(model)
     module_classes.restore(model)

@@ -93,12 +93,13 @@ class Restoring(HfQuantizer):
 
     def postprocess_model(self, model: Any, **settings: Any) -> Any:
         """Complete the swap, and raise unless sizes agree and all weights of the mechanisms were loaded."""
-        from fast_attention.integrations import hugging_face, modules, unpadding
+        from fast_attention.integrations import forward_pass, modules, unpadding
+        from fast_attention.integrations.swapped import CHILD
 
         skip_padding = self.quantization_config.skip_padding
         self.remove_quantization_config(model)
         del model.is_quantized
-        hugging_face.settle(model)
+        forward_pass.enter_calls(model)
         model.__dict__[fresh.SWAPPED] = ""  # no exact model has a name
         tensors = model.state_dict(keep_vars=True)
         mismatched = [f"{name} {tuple(x.shape)} for {tuple(self.sizes[name])}" for name, x in tensors.items()
@@ -107,7 +108,7 @@ class Restoring(HfQuantizer):
             raise ValueError(f"sizes mismatch between the weights and {type(model).__name__}: {', '.join(mismatched)}")
         starts = tuple(f"{name}.attention." for names in modules.swapped_in(model).values() for name in names)
         mechanism_tensors = [
-            (name, x) for name, x in tensors.items() if f".{hugging_face.CHILD}." in name or name.startswith(starts)
+            (name, x) for name, x in tensors.items() if f".{CHILD}." in name or name.startswith(starts)
         ]
         missing = [name for name, x in mechanism_tensors if not getattr(x, "_is_hf_initialized", x.is_meta)]
         if missing:

@@ -160,13 +160,7 @@ def declared(
     """The structure of a mask while a model is compiled, as transformers declares it. The graph computes at every call
     whether the declaration holds (``valid``); for sequences packed in one row it does not.
 
-    Args:
-        sees: The mask function.
-        positions: Its queries and keys.
-        tokens: Which positions so far are tokens, (B, all).
-        dense: Makes the dense mask.
-        is_causal: Whether the mask is declared causal, rather than bidirectional.
-        window: The declared window: with the token itself if causal, without it otherwise.
+    The declared ``window`` has the token itself in it if the mask is causal, and not otherwise.
     """
     keys_left = None if window is None else window - 1 if is_causal else window
     last = positions.first_query + positions.queries - 1

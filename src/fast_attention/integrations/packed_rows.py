@@ -54,14 +54,9 @@ def borders_in(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def declared(q: Tensor, k: Tensor, extra: Mapping[str, Any], visibility: Visibility, cached: int) -> Packing | None:
-    """The packed texts that an attention call is told of, or a call of the model around it.
+    """The packed texts that an attention call is told of by ``extra``, or a call of the model around it.
 
-    Args:
-        q: Queries (B, H, L, E); texts run on from row to row.
-        k: Keys (B, G, S, E).
-        extra: The keyword arguments of transformers' attention function.
-        visibility: The model's mask.
-        cached: The tokens in a cache that the queries continue.
+    Texts run on from row to row; ``cached``: the tokens in a cache that the queries continue.
 
     Raises:
         Unsupported: The queries continue a cache, which holds the texts before as one.

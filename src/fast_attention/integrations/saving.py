@@ -50,7 +50,7 @@ def save_pretrained(
     All files are written under another name, brought to the disk and put in place together, ``config.json`` last.
 
     Args:
-        model: The model. After a swap this is also its own ``save_pretrained``.
+        model: The model, whose own ``save_pretrained`` calls this.
         save_directory: Where to.
         is_main_process: False writes nothing.
         state_dict: Other weights than the model's present ones.
@@ -199,8 +199,8 @@ def _check_named(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
             f"'*': 'Softmax()'}}) and {again}; or torch.save(model.state_dict(), path), for a model that was swapped "
             "in the same way"
         )
-    if model.config._attn_implementation != NAME and "save_pretrained" not in vars(model):
-        parts = (name for name, part in model.named_modules() if "save_pretrained" in vars(part))
+    if model.config._attn_implementation != NAME and SWAPPED not in vars(model):
+        parts = (name for name, part in model.named_modules() if SWAPPED in vars(part))
         part = next(parts, next(iter(layers)))
         raise Unsupported(
             f"{kind} was not swapped, but a part of it, {part}: loading these files would run exact attention. What "
