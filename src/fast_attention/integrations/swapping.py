@@ -124,11 +124,11 @@ def _exact(
     layers, notes, skips = [], [], False
     submodels = pretrained(model)
     for name, submodel in submodels.items():
-        from fast_attention.integrations.exact import swapping as exact
+        from fast_attention.integrations import hugging_face
 
         try:
             with restored_generators(model):
-                found, skipped, remarks = exact.swap(submodel, probe, skip_padding)
+                found, skipped, remarks = hugging_face.swap_exactly(submodel, probe, skip_padding)
         except Unsupported as error:
             if skip_padding:
                 swap_back(model)
