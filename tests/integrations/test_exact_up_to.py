@@ -20,7 +20,7 @@ from fast_attention.nn.bound import Bound
 transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function  # noqa: E402
 
-from fast_attention.integrations import mask_functions  # noqa: E402
+from fast_attention.integrations import visible  # noqa: E402
 from fast_attention.integrations.swapped import Swapped, layers_of  # noqa: E402
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99,
@@ -104,9 +104,9 @@ def test_masks_of_a_known_length_are_read_once() -> None:
     tokens = torch.ones(3, 9, dtype=torch.bool)
     for sees in (causal_mask_function, bidirectional_mask_function):
         for length in (1, 2, 9):
-            alone = mask_functions.Positions(1, 0, length, 0, length, torch.device("cpu"))
-            first = mask_functions.read(sees, alone, None, torch.zeros)
-            again = mask_functions.read(sees, replace(alone, batch=3), tokens[:, :length], torch.zeros)
+            alone = visible.Positions(1, 0, length, 0, length, torch.device("cpu"))
+            first = visible.read(sees, alone, None, torch.zeros)
+            again = visible.read(sees, replace(alone, batch=3), tokens[:, :length], torch.zeros)
             assert first.tokens is None
             assert again.tokens is not None
             assert again.complete

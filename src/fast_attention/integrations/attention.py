@@ -11,11 +11,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fast_attention.engine.tracing import exporting
-from fast_attention.integrations import calls, mask_functions, packed_rows, probing, relative, visible
-from fast_attention.integrations.mask_functions import Positions
+from fast_attention.integrations import calls, packed_rows, probing, relative, visible
 from fast_attention.integrations.packed_rows import Call
 from fast_attention.integrations.swapped import CHILD, Swapped
-from fast_attention.integrations.visible import Visibility
+from fast_attention.integrations.visible import Positions, Visibility
 from fast_attention.mechanism import Unsupported
 
 NAME = "fast_attention"
@@ -47,26 +46,26 @@ def mask(
     if isinstance(q_offset, Tensor) or (causal and q_offset + q_length < kv_offset + kv_length):
         return dense()  # a cache of a fixed size, longer than the tokens so far
     compiling = torch.compiler.is_compiling()  # or exporting: values of tensors cannot be read
-    tokens = None if attention_mask is None else mask_functions.up_to(attention_mask, kv_offset + kv_length)
+    tokens = None if attention_mask is None else visible.up_to(attention_mask, kv_offset + kv_length)
     tokens = tokens if compiling or tokens is None or not bool(tokens.all()) else None
     if use_vmap:  # a mask function of the caller's, which may do anything
         return Visibility(dense, tokens, complete=False)
     if exporting():
         longest = getattr(settings["config"].get_text_config(), "max_position_embeddings", None) or LONGEST
-        return mask_functions.traced(mask_function, int(longest), tokens, dense)
+        return visible.exported(mask_function, int(longest), tokens, dense)
     device = torch.device(device) if isinstance(device, str) else device
     positions = Positions(batch_size, q_offset, q_length, kv_offset, kv_length, device)
     ids = None if attention_mask is not None or q_length != kv_length else calls.position_ids()
     if compiling:
         window = settings.get("local_size")
-        visibility = mask_functions.declared(mask_function, positions, tokens, dense, is_causal=causal, window=window)
+        visibility = visible.declared(mask_function, positions, tokens, dense, is_causal=causal, window=window)
         return visibility if ids is not None and causal else visible.asserted(visibility)
-    visibility = replace(mask_functions.read(mask_function, positions, tokens, dense), borders=(*calls.packed(),))
+    visibility = replace(visible.read(mask_function, positions, tokens, dense), borders=(*calls.packed(),))
     visibility = replace(visibility, begin=int(kv_offset))
     if q_length == 1 and not causal:  # of one query a mask says nothing of the order
         visibility = replace(visibility, is_causal=False)
     if causal and kv_offset:  # a state may hold the keys before, which the mask is not about
-        visibility = replace(visibility, reach=mask_functions.reach(mask_function, positions))
+        visibility = replace(visibility, reach=visible.reach(mask_function, positions))
     if visibility.sequences is None:  # transformers tells packed texts apart in causal masks without a cache only
         visibility = replace(visibility, packing=packed_rows.from_position_ids(ids, batch_size, q_length))
     return visibility

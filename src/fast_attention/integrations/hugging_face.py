@@ -36,6 +36,7 @@ from fast_attention.integrations.report import (
     ExactReport,
     Layer,
     chosen,
+    crossing_refusal,
     dropout_note,
     largest_difference,
     no_queries,
@@ -188,7 +189,7 @@ def _unsupported_reason(
         return f"the layer is causal, and {mechanism!r} is not (traits.causal)"
     if not call.is_causal and not traits.bidirectional:
         return f"the layer sees later tokens, and {mechanism!r} is causal only (traits.bidirectional)"
-    if call.crosses and (reason := visible.crossing_refusal(mechanism)):
+    if call.crosses and (reason := crossing_refusal(mechanism)):
         return reason
     if call.is_causal and call.times > 1 and keeps_state(mechanism):
         return (

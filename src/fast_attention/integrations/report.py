@@ -21,6 +21,11 @@ from fast_attention.integrations import calls
 from fast_attention.integrations.modules import evaluating
 from fast_attention.integrations.untrained import NOTHING
 from fast_attention.mechanism import Mechanism
+from fast_attention.mechanisms.hybrid.adapted import Adapted
+from fast_attention.mechanisms.hybrid.by_length import ByLength
+from fast_attention.mechanisms.hybrid.hybrid import Hybrid
+from fast_attention.mechanisms.sparse.block_local import BlockLocal
+from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.nn.bound import Bound
 
 UNNAMED = "no pattern names it"  # why a layer stays for which nothing was asked
@@ -251,6 +256,26 @@ def listed(layers: Sequence[Layer]) -> str:
 def no_queries(mechanism: object) -> str:
     """The reason why a mixer cannot replace an attention."""
     return f"{mechanism!r} mixes whole tokens and takes no queries"
+
+
+def crossing_refusal(mechanism: Any) -> str:
+    """The reason why a mechanism cannot attend to another sequence; empty if it can."""
+    if not mechanism.traits.cross:
+        return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
+    if counts_from_the_query(mechanism):
+        return f"the layer attends to another sequence, in which {mechanism!r} has no place to begin"
+    return ""
+
+
+def counts_from_the_query(mechanism: Any) -> bool:
+    """Whether a mechanism's keys are those near the query's own position, which has no meaning in another sequence."""
+    if isinstance(mechanism, ByLength):
+        return counts_from_the_query(mechanism.short) or counts_from_the_query(mechanism.long)
+    if isinstance(mechanism, Hybrid):
+        return counts_from_the_query(mechanism.near)
+    if isinstance(mechanism, Adapted):
+        return counts_from_the_query(mechanism.mechanism)
+    return isinstance(mechanism, Local | BlockLocal)
 
 
 def dropout_note(p: float) -> str:

@@ -10,8 +10,7 @@ from torch import nn
 from fast_attention import catalogue
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations.modules import names_in, replace_module, swapped_in, take_over
-from fast_attention.integrations.report import dropout_note
-from fast_attention.integrations.visible import counts_from_the_query, crossing_refusal
+from fast_attention.integrations.report import counts_from_the_query, crossing_refusal, dropout_note
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
 

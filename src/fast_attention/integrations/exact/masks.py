@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations import calls, mask_functions, packed_rows, probing, visible
-from fast_attention.integrations.mask_functions import Positions
-from fast_attention.integrations.visible import Visibility
+from fast_attention.integrations import calls, packed_rows, probing, visible
+from fast_attention.integrations.visible import Positions, Visibility
 
 NAMES = {"sdpa": "exact_sdpa", "eager": "exact_eager"}  # what a config named, and what it names after the swap
 FORMER = {ours: theirs for theirs, ours in NAMES.items()}
@@ -86,10 +85,10 @@ def structured(
     positions = Positions(batch_size, q_offset, q_length, kv_offset, kv_length, device)
     tokens = None
     if attention_mask is not None:
-        tokens = mask_functions.up_to(attention_mask, kv_offset + kv_length)[:, kv_offset:]
+        tokens = visible.up_to(attention_mask, kv_offset + kv_length)[:, kv_offset:]
         tokens = None if bool(tokens.all()) else tokens
     try:
-        seen = mask_functions.read(mask_function, positions, tokens, functools.cache(whole if cuts else dense))
+        seen = visible.read(mask_function, positions, tokens, functools.cache(whole if cuts else dense))
     except (IndexError, RuntimeError):  # a function of the inputs, which end before the probe's positions do
         return as_before()
     seen = replace(seen, harmless=set())  # structures are kept, and shared by models
