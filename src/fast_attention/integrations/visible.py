@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from fast_attention import left_padding
 from fast_attention.engine import masks
@@ -254,6 +253,8 @@ def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callabl
         tokens: Which positions so far are tokens, (B, all).
         dense: Makes the dense mask.
     """
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
     if sees in (causal_mask_function, bidirectional_mask_function):
         shifted = replace(positions, batch=1, first_query=positions.first_query - positions.first_key, first_key=0)
         return replace(_known(sees, shifted), tokens=tokens, dense=dense)
@@ -380,6 +381,8 @@ def declared(
 
 def reach(sees: Sees, positions: Positions) -> int | None:
     """How many of all earlier tokens the first and the last query both see without a gap; None: all of them."""
+    from transformers.masking_utils import causal_mask_function
+
     if sees is causal_mask_function:
         return None
     pairs = positions.pairs(sees)
