@@ -170,7 +170,7 @@ FAULTS = [
     Fault("torch's cross attention gets a window", "integrations/torch_nn.py", "    if crosses and (reason := crossing_refusal(mechanism)):",
           "    if crosses and (reason := ''):",
           "tests/integrations/test_swap_torch.py -k keeps_all_keys"),
-    Fault("a window is called with keys of another sequence", "integrations/torch_nn.py", "    if counts_from_the_query(mechanism):\n", "    if False:\n",
+    Fault("a window is called with keys of another sequence", "integrations/torch_nn.py", "name, counts_from_the_query(mechanism))", "name, False)",
           "tests/integrations/test_swap_torch.py -k when_called"),
     Fault("a module that several hold is replaced in one", "integrations/swapping.py", "[(each, new) for each in names]", "[(names[0], new)]",
           "tests/integrations/test_swap_torch.py -k several_models"),

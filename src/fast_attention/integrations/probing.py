@@ -267,18 +267,21 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, Any]:
         if pixels is not None:
             inputs["pixel_values"] = pixels
     if "input_ids" in parameters:
-        ids = [i for i in range(4, 4 + PROBE) if i < getattr(config.get_text_config(), "vocab_size", 0)] or [0]
-        inputs["input_ids"] = torch.tensor([(ids * PROBE)[:PROBE]] * 2, device=model.device)
+        inputs["input_ids"] = _numbers(config.get_text_config(), PROBE).to(model.device)
     if not inputs:
         raise Unsupported(
             f"{type(model).__name__} reads {model.main_input_name}, and a probe is made of token numbers or pixels: "
             f"give one of its own, swap(model, ..., probe={{{model.main_input_name!r}: ...}})"
         )
     if config.is_encoder_decoder and "decoder_input_ids" in parameters:
-        text_config = config.get_text_config(decoder=True)
-        ids = [i for i in range(4, 2 + PROBE) if i < text_config.vocab_size] or [0]
-        inputs["decoder_input_ids"] = torch.tensor([(ids * PROBE)[: PROBE - 2]] * 2, device=model.device)
+        inputs["decoder_input_ids"] = _numbers(config.get_text_config(decoder=True), PROBE - 2).to(model.device)
     return {**inputs, **({"use_cache": False} if "use_cache" in parameters else {})}
+
+
+def _numbers(config: Any, length: int) -> Tensor:
+    """Numbers of tokens, (2, length)."""
+    ids = [i for i in range(4, 4 + length) if i < getattr(config, "vocab_size", 0)] or [0]
+    return torch.tensor([(ids * length)[:length]] * 2)
 
 
 def _tries(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, dict[str, Any]]]:

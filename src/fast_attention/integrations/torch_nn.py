@@ -68,9 +68,7 @@ def replacement(
     )  # fmt: skip
     take_over(new, module)
     new.attention.train(module.training)
-    new.register_forward_pre_hook(partial(_refuse_hint, name), with_kwargs=True)
-    if counts_from_the_query(mechanism):
-        new.register_forward_pre_hook(partial(_refuse_another_sequence, name), with_kwargs=True)
+    new.register_forward_pre_hook(partial(_check_call, name, counts_from_the_query(mechanism)), with_kwargs=True)
     remarks = [dropout_note(module.dropout)] if module.dropout and not mechanism.traits.mask else []
     remarks += ["its hooks are not called before it is swapped back"] if any(getattr(module, x) for x in HOOKS) else []
     return new, remarks
@@ -117,21 +115,19 @@ def _crosses(parent: nn.Module, attribute: str) -> bool:
     return beside_own or attribute.startswith("cross_att") or type(parent).__name__.endswith("PoolingHead")
 
 
-def _refuse_hint(name: str, module: MultiheadAttention, args: Any, kwargs: Any) -> None:
-    """Raise where a swapped layer gets ``is_causal=True`` without a mask: torch's raises too, or sees all keys."""
+def _check_call(name: str, sees_near: bool, module: MultiheadAttention, args: Any, kwargs: Any) -> None:
+    """Raise where a swapped layer gets ``is_causal=True`` without a mask: torch's raises too, or sees all keys.
+
+    Raise also where it ``sees_near`` keys and they are of another sequence than its queries.
+    """
     given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
     if given.get("is_causal") and given.get("attn_mask") is None:
         raise ValueError(
             f"{name}: is_causal=True is a hint about a mask, as torch's own layers take it, and there is no mask. What "
             "would work: the causal mask too, nn.Transformer.generate_square_subsequent_mask(length)"
         )
-
-
-def _refuse_another_sequence(name: str, module: MultiheadAttention, args: Any, kwargs: Any) -> None:
-    """Raise where a layer that was swapped for a window is called with keys of another sequence than its queries."""
-    given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
     query, key = given.get("query"), given.get("key")
-    if query is None or key is None or query is key or query.is_nested:
+    if not sees_near or query is None or key is None or query is key or query.is_nested:
         return
     layouts = [] if traced() else [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr()) for x in (query, key)]
     if layouts and layouts[0] == layouts[1]:  # two views of the same numbers
