@@ -136,7 +136,7 @@ class StateLayer(CacheLayerMixin):
         return out
 
     def _keep(self, call: Call) -> None:
-        """Add a call of at most ``LONGEST`` tokens behind the state to the record, copied: a view would hold on to more.
+        """Add a call of at most ``LONGEST`` tokens behind the state to the record, copied: a view would hold more.
 
         The record has the last ``LONGEST`` tokens, or all there were, and fewer than twice as many. A state takes calls
         behind it up to ``LONGEST`` tokens, and the older one goes once the newer has so many.

@@ -22,6 +22,7 @@ from fast_attention.integrations import (
     module_classes,
     probing,
     relative,
+    report,
     unpadding,
     visible,
 )
@@ -30,19 +31,7 @@ from fast_attention.integrations.exact import masks
 from fast_attention.integrations.exact.attention import BIAS, CAP, POSITIONS, SUPPORTED
 from fast_attention.integrations.fresh import BEFORE, SWAPPED
 from fast_attention.integrations.probing import AttentionCall
-from fast_attention.integrations.report import (
-    UNNAMED,
-    ExactLayer,
-    ExactReport,
-    Layer,
-    chosen,
-    crossing_refusal,
-    dropout_note,
-    largest_difference,
-    no_queries,
-    nothing_swapped,
-    tensors,
-)
+from fast_attention.integrations.report import ExactLayer, ExactReport, Layer
 from fast_attention.integrations.swapped import CHILD, Swapped, keeps_state, layers_of, like_module
 from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
@@ -71,9 +60,9 @@ def swap(
     try:
         _call_ours(model)
         forward, called, run = probing.find_layers(model, probe)
-        layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in called.items()]
+        layers = [_plan(name, call, report.chosen(name, wanted), model, max_len) for name, call in called.items()]
         if not any(layer.replaced for layer, _ in layers):
-            raise Unsupported(nothing_swapped(model, [layer for layer, _ in layers]))
+            raise Unsupported(report.nothing_swapped(model, [layer for layer, _ in layers]))
         uncalled = [_uncalled(name, call, model, run) for name, call in probing.uncalled(model, called).items()]
         for layer, bound in (*layers, *uncalled):
             if bound is not None:
@@ -107,7 +96,7 @@ def swap_back(model: PreTrainedModel) -> bool:
     if SWAPPED not in model.__dict__:
         return False
     model.name_or_path = model.__dict__.pop(SWAPPED)
-    unpadding.set_skipping(model, False)
+    unpadding.set_skipping(model, None)
     forward_pass.leave_calls(model)
     module_classes.restore(model)
     for name, swapped in layers_of(model).items():
@@ -165,7 +154,7 @@ def _plan(
 ) -> tuple[Layer, Bound]:
     """The report of a layer, and its mechanism: the wanted one, or exact attention where that cannot serve."""
     positions = relative.of(model, name)
-    reason = UNNAMED if mechanism is None else _unsupported_reason(mechanism, call, positions)
+    reason = report.UNNAMED if mechanism is None else _unsupported_reason(mechanism, call, positions)
     chosen_mechanism: Any = relative.with_own_bias(Softmax() if mechanism is None or reason else mechanism, positions)
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.needs_max_len else 0)
@@ -184,12 +173,12 @@ def _unsupported_reason(
     """The reason why a mechanism cannot serve a layer; empty if it can."""
     traits = mechanism.traits
     if not isinstance(mechanism, Attention):
-        return no_queries(mechanism)
+        return report.no_queries(mechanism)
     if call.is_causal and not traits.causal:
         return f"the layer is causal, and {mechanism!r} is not (traits.causal)"
     if not call.is_causal and not traits.bidirectional:
         return f"the layer sees later tokens, and {mechanism!r} is causal only (traits.bidirectional)"
-    if call.crosses and (reason := crossing_refusal(mechanism)):
+    if call.crosses and (reason := report.crossing_refusal(mechanism)):
         return reason
     if call.is_causal and call.times > 1 and keeps_state(mechanism):
         return (
@@ -207,13 +196,11 @@ def _unsupported_reason(
     return "" if traits.mask or visible.within_window(mechanism, *sides) else visible.window_refusal(mechanism, *sides)
 
 
-def _notes(
-    mechanism: Mechanism[Any, Any], call: AttentionCall, positions: relative.Positions | None
-) -> list[str]:
+def _notes(mechanism: Mechanism[Any, Any], call: AttentionCall, positions: relative.Positions | None) -> list[str]:
     """Remarks on a layer that was swapped, for the report."""
     notes, takes_masks = relative.notes(mechanism, call.changes, positions), mechanism.traits.mask
     if (dropout := _dropout(call.module)) and not takes_masks:
-        notes.append(dropout_note(dropout))
+        notes.append(report.dropout_note(dropout))
     if call.window and not visible.within_window(mechanism, call.window - 1, call.window - 1):
         outcome = "takes a mask of every pair" if takes_masks else "refuses"
         notes.append(f"beyond {call.window:,} tokens, the layer's window, it {outcome}")
@@ -411,10 +398,10 @@ def _compare(model: PreTrainedModel, forward: Any) -> None:
             return
         with calls.forced():
             got = forward(padded)
-        wanted, got = tensors(wanted), tensors(got)
+        wanted, got = report.tensors(wanted), report.tensors(got)
         if padded:
             wanted, got = map(_without_padding, wanted), map(_without_padding, got)
-        off = largest_difference([*wanted], [*got])
+        off = report.largest_difference([*wanted], [*got])
         dtype = next(model.parameters()).dtype
         if not off <= max(DEVIATES, 8 * torch.finfo(dtype).eps):
             raise Unsupported(

@@ -113,7 +113,7 @@ class Restoring(HfQuantizer):
         missing = [name for name, x in mechanism_tensors if not getattr(x, "_is_hf_initialized", x.is_meta)]
         if missing:
             raise ValueError(f"weights of the mechanisms are missing: {', '.join(missing)}")
-        unpadding.set_skipping(model, skip_padding)
+        unpadding.set_skipping(model, unpadding.ALWAYS if skip_padding else None)
         return model
 
 

@@ -124,7 +124,7 @@ def from_position_ids(position_ids: Tensor | None, batch: int, length: int) -> P
 
 
 def run(call: Call, texts: Packing, *, windowed: bool = False) -> Tensor:
-    """Attend within each text of the rows; ``windowed``: by a mask of the window, which the mechanism has not itself."""
+    """Attend within each text of the rows; ``windowed``: by a mask of the window, which the mechanism has not."""
     bound, q, k, v, visibility, dropout, sinks, *_ = call
     batch, key_mask = len(q), visibility.key_mask(k.shape[-2])
 

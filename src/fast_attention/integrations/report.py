@@ -1,4 +1,4 @@
-"""Reports of both kinds of swap, layer by layer, their messages, what layers cost at a length, and a check of results."""
+"""Reports of both kinds of swap, layer by layer, their messages, costs at a length, and a check of results."""
 
 from __future__ import annotations
 

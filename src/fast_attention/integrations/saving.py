@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fast_attention import __version__, catalogue, files
@@ -163,7 +162,7 @@ _original = PreTrainedModel.save_pretrained
 
 @wraps(_original)
 def _saved(self: PreTrainedModel, *args: Any, **settings: Any) -> None:
-    """Transformers' own ``save_pretrained``, which loses no mechanisms: of a swapped model's part, of what holds one."""
+    """Transformers' own ``save_pretrained``, which loses no mechanisms of a swapped model or of one inside it."""
     if _writing.get() is not self and (layers_of(self) or swapped_in(self)):
         save_pretrained(self, *args, **settings)
     else:

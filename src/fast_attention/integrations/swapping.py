@@ -14,11 +14,11 @@ from typing import Any, overload
 from torch import nn
 
 from fast_attention import catalogue, checks
-from fast_attention.integrations import crossover, modules, timm, torch_nn
+from fast_attention.integrations import crossover, modules, report, timm, torch_nn
 from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.integrations.fresh import MODELS
 from fast_attention.integrations.modules import restored_generators
-from fast_attention.integrations.report import UNNAMED, ExactReport, Layer, Report, chosen, listed, no_queries, nothing_swapped
+from fast_attention.integrations.report import ExactReport, Layer, Report
 from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
@@ -180,11 +180,11 @@ def _swapped(
         layers += [_renamed(layer, name) for layer in found]
         names += [layer.name for layer in found]
     if not any(layer.replaced for layer in layers):
-        why = nothing_swapped(model, layers) if layers else _nothing_found(model)
+        why = report.nothing_swapped(model, layers) if layers else _nothing_found(model)
         raise Unsupported(refused[0] if refused else why)
     for pattern in parsed if isinstance(parsed, dict) else ():
         if not any(fnmatchcase(name, pattern) for name in names + [layer.name for layer in layers]):
-            raise ValueError(f"the pattern {pattern!r} fits no attention layer; {listed(layers)}")
+            raise ValueError(f"the pattern {pattern!r} fits no attention layer; {report.listed(layers)}")
     return Report(model, tuple(layers), tuple(refused))
 
 
@@ -203,11 +203,11 @@ def _exchange(library: Any, model: nn.Module, wanted: Any, max_len: int | None) 
         )
     layers, replacements = [], []
     for module, names in modules.names_in(model, library.is_attention).items():
-        name = next((name for name in names if chosen(name, wanted) is not None), names[0])
-        mechanism, (heads, head_dim, shown) = chosen(name, wanted), library.sizes(module)
-        layer = Layer(name, type(module).__name__, heads, head_dim, False, shown, UNNAMED, replaced=False)
+        name = next((name for name in names if report.chosen(name, wanted) is not None), names[0])
+        mechanism, (heads, head_dim, shown) = report.chosen(name, wanted), library.sizes(module)
+        layer = Layer(name, type(module).__name__, heads, head_dim, False, shown, report.UNNAMED, replaced=False)
         if mechanism is not None and not isinstance(mechanism, Attention):
-            layer = replace(layer, why=no_queries(mechanism))
+            layer = replace(layer, why=report.no_queries(mechanism))
         elif mechanism is not None and (reason := library.unsupported_reason(model, name, module, mechanism)):
             layer = replace(layer, why=reason)
         elif mechanism is not None:

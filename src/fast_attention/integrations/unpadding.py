@@ -30,11 +30,10 @@ def skips(model: PreTrainedModel) -> bool:
     return SKIPS in model.base_model.__dict__
 
 
-def set_skipping(model: PreTrainedModel, skipping: bool, how: str = ALWAYS) -> None:
-    """Let a swapped model skip padding, ``how``: always, or where it pays; or let it not."""
+def set_skipping(model: PreTrainedModel, how: str | None) -> None:
+    """Let a swapped model skip padding, ``how``: always, or where it pays; None: let it not."""
     model.base_model.__dict__.pop(SKIPS, None)
-    if skipping:
-        model.base_model.__dict__[SKIPS] = how
+    model.base_model.__dict__.update({SKIPS: how} if how else {})
 
 
 def run(model: Any, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -74,11 +73,11 @@ def try_skipping(model: PreTrainedModel, how: str = ALWAYS) -> None:
     mask = (torch.arange(max(TEXTS), device=base.device) < lengths[:, None]).long()
     with torch.no_grad(), evaluating(model):
         wanted = [base(text) for text in texts]
-        set_skipping(model, True)
+        set_skipping(model, ALWAYS)
         try:
             outputs = base(batch, attention_mask=mask)
         finally:
-            set_skipping(model, False)
+            set_skipping(model, None)
     pairs = [(outputs.last_hidden_state[i, : len(x.last_hidden_state[0])], x.last_hidden_state[0])
              for i, x in enumerate(wanted)]  # fmt: skip
     if getattr(outputs, "pooler_output", None) is not None:
@@ -89,7 +88,7 @@ def try_skipping(model: PreTrainedModel, how: str = ALWAYS) -> None:
             f"skip_padding=True: {name} gives other outputs for packed texts than for each alone (off by {off:.1%}), "
             "for something in it depends on the row. What would work: padded batches"
         )
-    set_skipping(model, True, how)
+    set_skipping(model, how)
 
 
 def can_skip(model: PreTrainedModel) -> bool:

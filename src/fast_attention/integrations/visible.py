@@ -268,7 +268,7 @@ def _structure(sees: Sees, positions: Positions) -> Visibility:
     def visible(queries: Tensor, keys: Tensor) -> Tensor:
         return pairs(queries, keys).expand(positions.batch, len(keys))
 
-    result = Visibility(_unmade)
+    result = Visibility(no_mask)
     columns, rows = positions.columns(), positions.rows()
     if positions.queries > 1:
         causal = not bool(visible(rows[:-1], rows[:-1] + 1).any())
@@ -328,8 +328,9 @@ def _windows(
 _known = functools.lru_cache(256)(_structure)  # of functions that depend on distances alone
 
 
-def _unmade() -> Tensor:
-    raise AssertionError("the structure of a mask has no dense form of its own")
+def no_mask() -> Tensor:
+    """Refuse to make a dense mask, of structures and packed rows that have none."""
+    raise AssertionError("there is no dense mask")
 
 
 def exported(sees: Sees, longest: int, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visibility:

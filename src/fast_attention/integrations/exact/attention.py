@@ -21,7 +21,7 @@ from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows, probing
 from fast_attention.integrations.attention import SINKS, changing
 from fast_attention.integrations.exact import masks
-from fast_attention.integrations.visible import Visibility
+from fast_attention.integrations.visible import Visibility, no_mask
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.local import local_attention
 from fast_attention.packed import Packing
@@ -51,7 +51,7 @@ def attention(
         return probing.record(module, query, key, value, seen, changed(extra), is_causal=causal), None
     if seen is None and attention_mask is None and query.shape[2] == key.shape[2]:
         borders = next(iter(calls.packed()), None)  # of a packed row, for which the model makes no mask
-        seen = None if borders is None else Visibility(_no_mask, packing=packed_rows.texts_of(borders))
+        seen = None if borders is None else Visibility(no_mask, packing=packed_rows.texts_of(borders))
     changes = changed(extra, seen)
     positions, cap = changes.get(POSITIONS), changes.get(CAP)
     takes = getattr(positions, "takes", None)  # of positions that were made before their mask was known
@@ -64,7 +64,7 @@ def attention(
     if positions is not None and seen is None:
         causal = query.shape[2] > 1 and before == "sdpa"  # transformers' eager attention sees all without a mask
         causal = causal and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        seen = Visibility(_no_mask, is_causal=causal)
+        seen = Visibility(no_mask, is_causal=causal)
         if causal:  # what follows in a cache of a fixed size is empty, as transformers' function has it
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if seen is None:
@@ -178,10 +178,6 @@ def _plan(q: Tensor, k: Tensor, *, left: int, right: int) -> tiles.Plan:
 
 
 _compiled = tiles.operation(None, _plan)
-
-
-def _no_mask() -> Tensor:
-    raise AssertionError("a packed row has no dense mask of its own")
 
 
 for _before, _name in masks.NAMES.items():
