@@ -152,7 +152,7 @@ FAULTS = [
           "by_head.permute(0, 2, 3, 1)", "tests/integrations/test_swap_conformers.py -k 'own_distances and Parakeet'"),
     Fault("a window counts from the end of another sequence", "integrations/hugging_face.py", "if call.crosses and (reason := report.crossing_refusal(mechanism)):",
           "if call.crosses and (reason := ''):", "tests/integrations/test_swap_positions.py -k 'generated and greedy and UMT5'"),
-    Fault("a model that was swapped back keeps classes of ours", "integrations/module_classes.py", "module.__class__ = theirs", "pass",
+    Fault("a model that was swapped back keeps classes of ours", "integrations/modules.py", "module.__class__ = theirs", "pass",
           "tests/integrations/test_swap_conformers.py -k 'swapped_back and Parakeet'"),
     Fault("a state forgets tokens under a mask of every pair", "integrations/attention.py", 'cache.pass_over(q.shape[-2], "tokens under', '(q.shape[-2], "tokens under',
           "tests/integrations/test_swap_positions.py -k 'by_tokens'"),

@@ -19,7 +19,7 @@ from fast_attention.integrations import (
     calls,
     forward_pass,
     fresh,
-    module_classes,
+    modules,
     probing,
     relative,
     report,
@@ -98,7 +98,7 @@ def swap_back(model: PreTrainedModel) -> bool:
     model.name_or_path = model.__dict__.pop(SWAPPED)
     unpadding.set_skipping(model, None)
     forward_pass.leave_calls(model)
-    module_classes.restore(model)
+    modules.restore_classes(model)
     for name, swapped in layers_of(model).items():
         for hook in swapped.hooks:
             hook.remove()
@@ -113,8 +113,8 @@ def _call_ours(model: PreTrainedModel) -> None:
     """Let a model, and all models in it, call our attention function; configs keep what they named before."""
     model.__dict__[SWAPPED] = model.name_or_path
     former = {id(config): config._attn_implementation for config in fresh.configs(model)}
-    module_classes.exchange(model, exact=False)
-    if model.config.model_type in module_classes.ALIBI:
+    modules.exchange_classes(model, exact=False)
+    if model.config.model_type in modules.ALIBI:
         model.config._attn_implementation = NAME
     else:
         model.set_attn_implementation(NAME)
@@ -122,7 +122,7 @@ def _call_ours(model: PreTrainedModel) -> None:
 
 
 def _check(model: PreTrainedModel) -> None:
-    if model.config.model_type not in module_classes.ALIBI and not model._can_set_attn_implementation():
+    if model.config.model_type not in modules.ALIBI and not model._can_set_attn_implementation():
         own = probing.own_attention(model)
         raise Unsupported(
             f"{type(model).__name__} does not call its attention through transformers' attention interface"
@@ -291,11 +291,11 @@ def _call_exact_forms(model: PreTrainedModel) -> bool:
     """Let a model call our functions, which run what it ran where they do not pay; whether it has any to call."""
     fresh.own_configs(model)
     model.__dict__[SWAPPED] = model.name_or_path
-    module_classes.exchange(model, exact=True)
+    modules.exchange_classes(model, exact=True)
     calls_ours = False
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and (
-            part.config.model_type in module_classes.ALIBI or part._can_set_attn_implementation()
+            part.config.model_type in modules.ALIBI or part._can_set_attn_implementation()
         ):
             named = str(part.config._attn_implementation)
             part.config._attn_implementation_internal = masks.NAMES.get(named, named)
@@ -325,7 +325,7 @@ def _exact_layers(
             computes, runs, start, padded = _describe(call, model)
             padded = None if model.main_input_name == "pixel_values" else padded  # pictures are never padded
             sizes = (call.heads, call.head_dim, call.is_causal)
-            kind = module_classes.original(type(call.module)).__name__
+            kind = modules.original_class(type(call.module)).__name__
             layers[name] = ExactLayer(name, kind, *sizes, computes, runs, start, padded)
         _compare(model, forward)
     for name, module in model.named_modules():
@@ -335,7 +335,7 @@ def _exact_layers(
             old = layers.get(name)
             sizes = (old.heads, old.head_dim, old.is_causal) if old else (*probing.sizes(module), False)
             computes = old.computes if old else "attention in its own code"
-            kind = module_classes.original(type(module)).__name__
+            kind = modules.original_class(type(module)).__name__
             layers[name] = ExactLayer(name, kind, *sizes, computes, runs, start)
     if refusal and not layers:
         notes.append(refusal)

@@ -72,7 +72,7 @@ class Restoring(HfQuantizer):
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **settings: Any
     ) -> None:
         """Compare the files with their hashes, and put the mechanisms in."""
-        from fast_attention.integrations import hugging_face, module_classes, torch_nn
+        from fast_attention.integrations import hugging_face, modules, torch_nn
 
         implementation = model.config._attn_implementation
         if not fresh.was_named(model):
@@ -82,7 +82,7 @@ class Restoring(HfQuantizer):
                 "fast_attention.swap_back(model) for exact attention"
             )
         verify(checkpoint_files or (), self.quantization_config.sha256)
-        module_classes.exchange(model, exact=False)
+        modules.exchange_classes(model, exact=False)
         layers = _present(model, self.quantization_config.layers)
         of_torch = {name: settings for name, settings in layers.items() if "module" in settings}
         interfaced = {name: _layer(model, name, **layers[name]) for name in layers if name not in of_torch}

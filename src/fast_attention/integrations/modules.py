@@ -1,9 +1,10 @@
-"""Puts modules in the place of others and back, and leaves the modes and random generators of a model as they were."""
+"""Puts modules and classes of ours in the place of others, and back; keeps modes and random generators as they were."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,6 +12,17 @@ from torch import nn
 
 BEFORE = "_before_swap"  # where a module of ours keeps the one whose place it took, which shares its parts
 PARTS = ("_modules", "_parameters", "_buffers")
+PACKAGE = __name__.rpartition(".")[0]
+# Folders of transformers' models, and our files with subclasses of the modules in them, by the same names. Those of
+# ``exact``, and such as are called ``Exact...``, are for exact swaps alone.
+FILES = {
+    **dict.fromkeys(("bloom", "mpt"), "alibi"),
+    **dict.fromkeys(("longt5", "mt5", "pop2piano", "switch_transformers", "t5", "umt5"), "t5"),
+    **dict.fromkeys(("parakeet", "wav2vec2_bert", "wav2vec2_conformer"), "conformers"),
+    **dict.fromkeys(("led", "longformer"), "exact.longformer"),
+    "big_bird": "exact.big_bird",
+}
+ALIBI = ("bloom", "mpt")  # kinds of models whose masks are made by transformers' functions, and that call no interface
 
 
 def take_over(new: Any, old: nn.Module) -> None:
@@ -57,6 +69,32 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     """Put ``new`` in place of the module called ``name``."""
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, new)
+
+
+def exchange_classes(model: nn.Module, *, exact: bool) -> None:
+    """Exchange modules of transformers that compute attention in code of their own for subclasses with the same parts."""
+    for module in model.modules():
+        kind = type(module)
+        folder, _, file = kind.__module__.removeprefix("transformers.models.").partition(".")
+        ours = FILES.get(folder, "") if file == f"modeling_{folder}" else ""
+        if ours and (exact or not ours.startswith("exact.")):
+            kinds = vars(import_module(f"{PACKAGE}.{ours}"))
+            same = kinds.get(kind.__name__, kind)
+            module.__class__ = kinds.get(f"Exact{kind.__name__}", same) if exact else same
+
+
+def original_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of transformers that one of ours was made from; any other class as it is."""
+    if not kind.__module__.startswith(f"{PACKAGE}."):
+        return kind
+    return next((base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")), kind)
+
+
+def restore_classes(model: nn.Module) -> None:
+    """Give the modules their own classes back."""
+    for module in model.modules():
+        if (theirs := original_class(type(module))) is not type(module):  # a compiled module hands attributes on
+            module.__class__ = theirs
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fast_attention.integrations import calls, module_classes
+from fast_attention.integrations import calls, modules
 from fast_attention.integrations.modules import evaluating
 from fast_attention.integrations.swapped import layers_of
 from fast_attention.integrations.visible import Visibility
@@ -250,7 +250,7 @@ def own_attention(model: nn.Module, *, interface: bool = False) -> str:
 
 def calls_interface(kind: type[nn.Module]) -> bool:
     """Whether modules of a class call their attention through transformers' interface, as their code says."""
-    code = getattr(inspect.unwrap(module_classes.original(kind).forward), "__code__", None)
+    code = getattr(inspect.unwrap(modules.original_class(kind).forward), "__code__", None)
     return code is not None and INTERFACE in code.co_names
 
 
