@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.expressions import in_words
-from fast_attention.integrations.modules import evaluating
+from fast_attention.integrations.modules import evaluating, first_position
 from fast_attention.integrations.swapping import pretrained
 from fast_attention.refusals import is_module
 
@@ -204,17 +204,12 @@ def _of_sentence_transformer(model: Any) -> _Encoder:
 
 
 def _longest(model: nn.Module, tokenizer: Any) -> int:
-    """Tokens that a model reads at once, special ones too: no more than its tokenizer says and than it has positions.
-
-    Models of Roberta's kind begin to count positions behind the number of their padding token.
-    """
+    """Tokens that a model reads at once, special ones too: what its tokenizer says, but no more than its positions."""
     (inner,) = pretrained(model).values()
     known = [tokenizer.model_max_length, getattr(model, "max_seq_length", None)]
     positions = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
-        tables = [part for name, part in inner.named_modules() if name.endswith("position_embeddings")]
-        first = [part.padding_idx + 1 for part in tables if getattr(part, "padding_idx", None) is not None]
-        known.append(positions - max(first, default=0))
+        known.append(positions - first_position(inner))
     return min((each for each in known if each is not None), default=NO_LIMIT)
 
 

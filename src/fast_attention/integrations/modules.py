@@ -72,7 +72,7 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
 
 
 def exchange_classes(model: nn.Module, *, exact: bool) -> None:
-    """Exchange modules of transformers that compute attention in code of their own for subclasses with the same parts."""
+    """Exchange modules of transformers that compute attention in code of their own for our subclasses of them."""
     for module in model.modules():
         kind = type(module)
         folder, _, file = kind.__module__.removeprefix("transformers.models.").partition(".")
@@ -95,6 +95,13 @@ def restore_classes(model: nn.Module) -> None:
     for module in model.modules():
         if (theirs := original_class(type(module))) is not type(module):  # a compiled module hands attributes on
             module.__class__ = theirs
+
+
+def first_position(model: nn.Module) -> int:
+    """The number that learned positions begin with: in models of RoBERTa's kind behind that of padding, else 0."""
+    tables = (part for name, part in model.named_modules() if name.endswith("position_embeddings"))
+    behind = (part.padding_idx + 1 for part in tables if getattr(part, "padding_idx", None) is not None)
+    return max(behind, default=0)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows
-from fast_attention.integrations.modules import evaluating
+from fast_attention.integrations.modules import evaluating, first_position
 from fast_attention.mechanism import Unsupported
 
 TEXTS = (3, 9, 1, 5)  # tokens of the texts on which a model is tried
@@ -171,13 +171,8 @@ def _names(model: Any) -> tuple[str, ...]:
 
 
 def _positions(model: Any, ids: Tensor | None, is_token: Tensor) -> Tensor:
-    """The positions that the model gives to a padded batch.
-
-    They are those of the columns, or in RoBERTa and its kin counted from the number of the padding token on.
-    """
-    for module in model.modules():
-        padding = getattr(module, "padding_idx", None)
-        if isinstance(padding, int) and isinstance(getattr(module, "position_embeddings", None), nn.Embedding):
-            visible = is_token if ids is None else ids != padding
-            return visible.cumsum(-1) * visible + padding
+    """The positions that the model gives to a padded batch: its columns, or tokens counted from a first number on."""
+    if first := first_position(model):
+        visible = is_token if ids is None else ids != first - 1
+        return visible.cumsum(-1) * visible + first - 1
     return torch.arange(is_token.shape[1], device=is_token.device).expand(is_token.shape)
