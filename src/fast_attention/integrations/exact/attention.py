@@ -31,13 +31,9 @@ SUPPORTED = (CAP, SINKS, POSITIONS)  # what our forms compute of what alters sco
 
 
 def attention(
-    before: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extra: Any,
+    before: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run the model's own attention function, or a form of ours where the mask is a ``Visibility``."""
-    given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **extra}
-    if is_causal is None:
-        del given["is_causal"]
 
     def original(mask: Any, **changes: Any) -> tuple[Tensor, Tensor | None]:
         function: Any = eager(type(module)) if before == "eager" else ALL_ATTENTION_FUNCTIONS[before]
@@ -46,13 +42,14 @@ def attention(
     if traced():
         return original(attention_mask)
     seen = attention_mask if isinstance(attention_mask, Visibility) else None
+    is_causal = given.get("is_causal")
     if probing.recording() is not None:
         causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-        return probing.record(module, query, key, value, seen, changed(extra), is_causal=causal), None
+        return probing.record(module, query, key, value, seen, changed(given), is_causal=causal), None
     if seen is None and attention_mask is None and query.shape[2] == key.shape[2]:
         borders = next(iter(calls.packed()), None)  # of a packed row, for which the model makes no mask
         seen = None if borders is None else Visibility(no_mask, packing=packed_rows.texts_of(borders))
-    changes = changed(extra, seen)
+    changes = changed(given, seen)
     positions, cap = changes.get(POSITIONS), changes.get(CAP)
     takes = getattr(positions, "takes", None)  # of positions that were made before their mask was known
     runs = takes is None or takes(module, query, attention_mask if seen is None else seen)
@@ -69,15 +66,12 @@ def attention(
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if seen is None:
         return original(attention_mask)
-    has_others = (
-        seen.packing is not None and query.shape[2] != key.shape[2]
-    )  # packed texts with other keys than queries
+    has_others = seen.packing is not None and query.shape[2] != key.shape[2]  # packed texts with other keys
     if not {*changes} <= {*SUPPORTED} or has_others or (cap is not None and core.unavailable()):
         return original(seen.dense())
     bias = None if positions is None or positions.layer is None else positions
-    dropped = dropout if module.training else 0.0
-    out = attend(query, key, value, seen, scale=scaling, dropout=dropped, sinks=extra.get(SINKS), bias=bias, cap=cap)
-    return out, None
+    settings = {"scale": given.get("scaling"), "dropout": given.get("dropout", 0.0) if module.training else 0.0}
+    return attend(query, key, value, seen, sinks=given.get(SINKS), bias=bias, cap=cap, **settings), None
 
 
 def attend(
