@@ -43,19 +43,17 @@ def pays_from(keys_left: int | None, keys_right: int | None, dtype: torch.dtype 
     return max(shortest(dtype), -(-int(PER_WINDOW * (sum(sides) + ROWS)) // 64) * 64)
 
 
-def structured(
-    before: str, batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *,
-    mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, device: Any = "cpu",
-    **settings: Any,
-) -> Any:  # fmt: skip
+def structured(before: str, **given: Any) -> Any:
     """Call transformers' mask function ``before``, or give a ``Visibility`` where a form of ours pays."""
+    is_causal = "allow_is_bidirectional_skip" not in given  # as transformers announces it
+    # Gemma 4 cuts queries out of its masks, and leaves causal order to ``sdpa`` only where all are there.
+    cuts = is_causal and str(given["config"].model_type).startswith("gemma4")
+    q_length, kv_length, mask_function = given["q_length"], given["kv_length"], given["mask_function"]
+    q_offset, kv_offset = given.get("q_offset", 0), given.get("kv_offset", 0)
+    device, dtype = given.get("device", "cpu"), given.get("dtype", torch.float32)
 
     def dense(**changes: Any) -> Any:
-        given: dict[str, Any] = {
-            "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset,
-            "mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap, "device": device,
-        }  # fmt: skip
-        return ALL_MASK_ATTENTION_FUNCTIONS[before](batch_size=batch_size, **given, **{**settings, **changes})
+        return ALL_MASK_ATTENTION_FUNCTIONS[before](**{**given, **changes})
 
     def as_before() -> Any:
         mask = dense()
@@ -63,29 +61,27 @@ def structured(
             return mask
         return whole() if traced() else Visibility(whole, is_causal=True)
 
-    cuts = _cuts_queries(settings)
     whole = functools.partial(dense, allow_is_causal_skip=False)
-
-    device = torch.device(device) if isinstance(device, str) else device
     if (
         traced()
-        or (use_vmap and not _is_of_transformers(mask_function))
+        or (given.get("use_vmap") and not _is_of_transformers(mask_function))
         or isinstance(q_offset, Tensor)
-        or device.type != "cpu"
+        or torch.device(device).type != "cpu"
         or q_length < 2
     ):
         return as_before()
     packed = next(iter(calls.packed()), None)
-    is_long = q_length >= shortest(settings.get("dtype", torch.float32))
-    if not calls.runs_ours(packed is not None or is_long) or (calls.shows_any() and before == "eager"):
+    if not calls.runs_ours(packed is not None or q_length >= shortest(dtype)) or (
+        calls.shows_any() and before == "eager"
+    ):
         return as_before()
     recording = probing.recording() is not None
-    if recording:
-        kv_offset, q_offset, q_length, kv_length = 0, 0, FAR, FAR
-    positions = Positions(batch_size, q_offset, q_length, kv_offset, kv_length, device)
+    sizes = (0, FAR, 0, FAR) if recording else (q_offset, q_length, kv_offset, kv_length)
+    positions = Positions(given["batch_size"], *sizes, torch.device(device))
     tokens = None
-    if attention_mask is not None:
-        tokens = visible.up_to(attention_mask, kv_offset + kv_length)[:, kv_offset:]
+    if (attention_mask := given.get("attention_mask")) is not None:
+        first = positions.first_key
+        tokens = visible.up_to(attention_mask, first + positions.keys)[:, first:]
         tokens = None if bool(tokens.all()) else tokens
     try:
         seen = visible.read(mask_function, positions, tokens, functools.cache(whole if cuts else dense))
@@ -94,7 +90,7 @@ def structured(
     seen = replace(seen, harmless=set())  # structures are kept, and shared by models
     if packed is not None:
         return replace(seen, packing=packed_rows.texts_of(packed))
-    pays = calls.runs_ours(False) or _pays(seen, positions, before, settings)
+    pays = calls.runs_ours(False) or _pays(seen, positions, before, dtype)
     return seen if recording or (pays and _is_served(seen, positions)) else as_before()
 
 
@@ -103,12 +99,6 @@ def _is_of_transformers(sees: Any) -> bool:
     parts = [cell.cell_contents for cell in sees.__closure__ or ()]
     joined = [part for each in parts if isinstance(each, tuple) for part in each]
     return sees.__module__.startswith("transformers.") and all(map(_is_of_transformers, joined))
-
-
-def _cuts_queries(settings: dict[str, Any]) -> bool:
-    """Whether a model cuts queries out of its masks, and leaves causal order to ``sdpa`` only where all are there."""
-    is_causal = "allow_is_bidirectional_skip" not in settings  # as transformers announces it
-    return is_causal and str(settings["config"].model_type).startswith("gemma4")
 
 
 def _is_served(seen: Visibility, positions: Positions) -> bool:
@@ -149,12 +139,12 @@ def numbers(seen: Visibility, shape: torch.Size) -> Tensor:
     return (rows if seen.sequences is None else rows + seen.sequences).expand(shape)
 
 
-def _pays(seen: Visibility, positions: Positions, before: str, settings: dict[str, Any]) -> bool:
+def _pays(seen: Visibility, positions: Positions, before: str, dtype: torch.dtype) -> bool:
     """Whether a form of ours is faster than what ran before, by sizes alone."""
     if before == "eager":
         return True
     if seen.keys_left is not None or seen.keys_right is not None:
-        return positions.keys >= pays_from(seen.keys_left, seen.keys_right, settings.get("dtype", torch.float32))
+        return positions.keys >= pays_from(seen.keys_left, seen.keys_right, dtype)
     return seen.tokens is not None or seen.sequences is not None
 
 
