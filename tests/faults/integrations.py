@@ -52,7 +52,7 @@ FAULTS = [
           "    return left == window - 1 and (is_causal or right == window - 1)", "    return True",
           "tests/integrations/test_untrained.py -k that_a_layer_had"),
     Fault("the report says nothing of the worth of torch's layers", "integrations/swapping.py",
-          "untrained=quality(mechanism, learned)", "untrained=\"\"",
+          "learned, quality(mechanism, learned))", "learned, \"\")",
           "tests/integrations/test_untrained.py -k other_libraries"),
     Fault("the report's cosines are not the records'", "integrations/untrained.csv", "BigBird(),480,0.999", "BigBird(),480,0.998",
           "tests/integrations/test_untrained.py -k newest_records"),

@@ -205,20 +205,20 @@ def _exchange(library: Any, model: nn.Module, wanted: Any, max_len: int | None) 
     for module, names in modules.names_in(model, library.is_attention).items():
         name = next((name for name in names if report.chosen(name, wanted) is not None), names[0])
         mechanism, (heads, head_dim, shown) = report.chosen(name, wanted), library.sizes(module)
-        layer = Layer(name, type(module).__name__, heads, head_dim, False, shown, report.UNNAMED, replaced=False)
-        if mechanism is not None and not isinstance(mechanism, Attention):
-            layer = replace(layer, why=report.no_queries(mechanism))
-        elif mechanism is not None and (reason := library.unsupported_reason(model, name, module, mechanism)):
-            layer = replace(layer, why=reason)
-        elif mechanism is not None:
+        if mechanism is None:
+            why = report.UNNAMED
+        elif not isinstance(mechanism, Attention):
+            why = report.no_queries(mechanism)
+        else:
+            why = library.unsupported_reason(model, name, module, mechanism)
+        sizes = (name, type(module).__name__, heads, head_dim, False)
+        layer = Layer(*sizes, shown, why, replaced=False)
+        if not why:
             new, remarks = library.replacement(name, module, mechanism, max_len or 0)
             if others := [other for other in names if other != name]:
                 remarks.append(f"the same module is {', '.join(others)}")
-            learned = sum(p.numel() for p in new.attention.parameters())
-            layer = replace(
-                layer, mechanism=repr(mechanism), why="; ".join(remarks), replaced=True, parameters=learned,
-                untrained=quality(mechanism, learned),
-            )  # fmt: skip
+            learned, why = sum(p.numel() for p in new.attention.parameters()), "; ".join(remarks)
+            layer = Layer(*sizes, repr(mechanism), why, True, learned, quality(mechanism, learned))
             replacements += [(each, new) for each in names]
         layers.append(layer)
     for name, new in replacements:

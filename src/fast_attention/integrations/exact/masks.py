@@ -71,9 +71,8 @@ def structured(before: str, **given: Any) -> Any:
     ):
         return as_before()
     packed = next(iter(calls.packed()), None)
-    if not calls.runs_ours(packed is not None or q_length >= shortest(dtype)) or (
-        calls.shows_any() and before == "eager"
-    ):
+    is_shown = calls.shows_any() and before == "eager"
+    if is_shown or not calls.runs_ours(packed is not None or q_length >= shortest(dtype)):
         return as_before()
     recording = probing.recording() is not None
     sizes = (0, FAR, 0, FAR) if recording else (q_offset, q_length, kv_offset, kv_length)
