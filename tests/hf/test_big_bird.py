@@ -12,6 +12,7 @@ from transformers import BigBirdConfig, BigBirdModel
 from fast_attention import core, swap, swap_back
 from fast_attention.integrations import calls
 from fast_attention.integrations.exact import big_bird
+from fast_attention.integrations.modules import exchange_classes
 
 needs_core = pytest.mark.skipif(bool(core.unavailable()), reason=core.unavailable() or "it serves")
 KIND = big_bird.BigBirdBlockSparseAttention
@@ -28,8 +29,7 @@ def pair(block_size: int) -> tuple[nn.Module, nn.Module]:
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     ours = copy.deepcopy(model)
-    for module in ours.modules():
-        module.__class__ = big_bird.EXACT.get(type(module), type(module))
+    exchange_classes(ours, exact=True)
     return model, ours
 
 

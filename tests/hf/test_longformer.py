@@ -16,6 +16,7 @@ from fast_attention import core
 from fast_attention.integrations import calls
 from fast_attention.integrations.exact import longformer
 from fast_attention.integrations.exact.longformer import attend
+from fast_attention.integrations.modules import exchange_classes
 
 needs_core = pytest.mark.skipif(bool(core.unavailable()), reason=core.unavailable() or "it serves")
 LENGTH = 201  # which the models pad to 224 for layers with windows of 32 and 16
@@ -48,8 +49,7 @@ def built(kind: str, **settings: Any) -> nn.Module:
 def exchanged(model: nn.Module) -> nn.Module:
     """A copy with our classes."""
     model = copy.deepcopy(model)
-    for module in model.modules():
-        module.__class__ = longformer.EXACT.get(type(module), type(module))
+    exchange_classes(model, exact=True)
     return model
 
 

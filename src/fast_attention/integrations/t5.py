@@ -23,7 +23,7 @@ from fast_attention.engine.offsets import Terms
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls
 from fast_attention.integrations.exact import masks
-from fast_attention.integrations.relative import NOTHING
+from fast_attention.integrations.relative import NOTHING, TABLE
 from fast_attention.integrations.swapped import adds_positions
 from fast_attention.integrations.visible import Visibility
 
@@ -129,12 +129,12 @@ class UMT5Attention(modeling_umt5.UMT5Attention):
 
     @property
     def has_relative_attention_bias(self) -> bool:  # type: ignore[reportIncompatibleVariableOverride]
-        """True, so that a layer without a table calls ``compute_bias`` too, where it would make zeros of all pairs."""
-        return True
+        """True also in exact swaps: without a table ``compute_bias`` is called, where zeros of all pairs would be made."""
+        return TABLE in self._modules or _is_exact(self)
 
     def compute_bias(self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Any:
         """Our form, of which the attention function makes the bias of all pairs where that is as fast; or nothing."""
-        call, has_table = calls.present(self), self.__dict__["has_relative_attention_bias"]
+        call, has_table = calls.present(self), TABLE in self._modules
         if call is not None and call.adds_positions:
             return NOTHING
         if not traced() and _is_exact(self) and not _may_show(self):
