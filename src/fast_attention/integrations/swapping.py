@@ -204,7 +204,8 @@ def _exchange(library: Any, model: nn.Module, wanted: Any, max_len: int | None) 
     layers, replacements = [], []
     for module, names in modules.names_in(model, library.is_attention).items():
         name = next((name for name in names if report.chosen(name, wanted) is not None), names[0])
-        mechanism, (heads, head_dim, shown) = report.chosen(name, wanted), library.sizes(module)
+        mechanism: Any = report.chosen(name, wanted)
+        heads, head_dim, shown = library.sizes(module)
         if mechanism is None:
             why = report.UNNAMED
         elif not isinstance(mechanism, Attention):

@@ -129,7 +129,7 @@ class UMT5Attention(modeling_umt5.UMT5Attention):
 
     @property
     def has_relative_attention_bias(self) -> bool:  # type: ignore[reportIncompatibleVariableOverride]
-        """True in exact swaps too: ``compute_bias`` is called without a table, where zeros of all pairs would be made."""
+        """True in exact swaps too: without a table ``compute_bias`` is called then, not zeros of all pairs made."""
         return TABLE in self._modules or _is_exact(self)
 
     def compute_bias(self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Any:
