@@ -39,7 +39,7 @@ FAULTS = [
     Fault("a config that is read in a process of its own names attention that nobody knows", "integrations/fresh.py",
           "    from fast_attention.integrations import attention as attention", "    attention = None",
           "tests/integrations/test_fresh_process.py -k 'a_process_that_knows_nothing and config and not where'"),
-    Fault("nothing is registered where transformers was imported before", "integrations/fresh.py",
+    Fault("nothing is registered where transformers was imported before", "integrations/registration.py",
           "    if MODELS in sys.modules:\n        _register()", "    if MODELS in sys.modules:\n        pass",
           "tests/integrations/test_fresh_process.py -k 'fast_attention.from_pretrained'"),
     Fault("attention of no mechanism is exact", "integrations/fresh.py", "    if BEFORE not in vars(config):", "    if False:",

@@ -16,8 +16,8 @@ from torch import nn
 from fast_attention import catalogue, checks
 from fast_attention.integrations import crossover, modules, report, timm, torch_nn
 from fast_attention.integrations.crossover import ExactUpTo
-from fast_attention.integrations.fresh import MODELS
 from fast_attention.integrations.modules import restored_generators
+from fast_attention.integrations.registration import MODELS
 from fast_attention.integrations.report import ExactReport, Layer, Report
 from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
@@ -214,7 +214,7 @@ def _exchange(library: Any, model: nn.Module, wanted: Any, max_len: int | None) 
             why = library.unsupported_reason(model, name, module, mechanism)
         sizes = (name, type(module).__name__, heads, head_dim, False)
         layer = Layer(*sizes, shown, why, replaced=False)
-        if not why:
+        if mechanism is not None and not why:
             new, remarks = library.replacement(name, module, mechanism, max_len or 0)
             if others := [other for other in names if other != name]:
                 remarks.append(f"the same module is {', '.join(others)}")
