@@ -100,8 +100,7 @@ def restore_classes(model: nn.Module) -> None:
 def first_position(model: nn.Module) -> int:
     """The number that learned positions begin with: in models of RoBERTa's kind behind that of padding, else 0."""
     tables: list[Any] = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
-    behind = (part.padding_idx + 1 for part in tables if getattr(part, "padding_idx", None) is not None)
-    return max(behind, default=0)
+    return max((part.padding_idx + 1 for part in tables if getattr(part, "padding_idx", None) is not None), default=0)
 
 
 @contextmanager
