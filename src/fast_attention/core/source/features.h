@@ -149,10 +149,11 @@ class FeatureWork {
         clear(to, line);
         continue;
       }
-      const int64_t place = at(x, first + i);
+      const float* from = to;
+      if (whole_vectors(x, width)) from = static_cast<const float*>(x.data) + at(x, first + i);
+      else read_row(x, at(x, first + i), width, line, 1.0f, to);
       for (int64_t e = 0; e < columns; e += W) {
-        const Vec number = read(x, place + e, width - e);
-        const Vec positive = larger(Vec{}, number);  // NaN stays: it gives its second number then
+        const Vec number = load(from + e), positive = larger(Vec{}, number);  // NaN stays: it gives its second number then
         if (map == ELU_PLUS_ONE) store(to + e, positive + exp2(-larger(Vec{}, -number) * LOG2E));
         else store(to + e, map == RELU ? positive + offset : number);
       }
@@ -353,6 +354,20 @@ class FeatureWork {
       if (hidden(first + i)) clear(value_memory + i * value_row, value_row);
       else read_row(c.v, at(c.v, first + i), c.values, value_row, 1.0f, value_memory + i * value_row);
     return {value_memory, value_row};
+  }
+
+  // Writes a row times a factor; gives where its numbers are not finite.
+  Ints write_output(int64_t i, float* from, float factor) const {
+    Ints broken = {};
+    for (int64_t e = c.values; e < whole(c.values, W); ++e) from[e] = 0.0f;
+    float* to = whole_vectors(c.out, c.values) ? static_cast<float*>(c.out.data) + at(c.out, i) : from;
+    for (int64_t e = 0; e < c.values; e += W) {
+      const Vec number = load(from + e) * factor;
+      store(to + e, number);
+      broken |= not_finite(number, W);
+    }
+    if (to == from) write_row(c.out, at(c.out, i), c.values, 1.0f, from);
+    return broken;
   }
 
   // S += K^T V, z += sum of K, times weights if there are any: of n rows of features, and of values or numerators.
@@ -709,22 +724,23 @@ class SectionWork : public FeatureWork {
         for (int64_t e = 0; e < sum_numbers && whole != nullptr; e += W)
           store(sums.kv + e, load(before.kv + e) + load(added.kv + e));
       }
-      for (int64_t r = 0; r < n; ++r) {
-        float denominator = 0.0f;
-        for (int64_t j = 0; j < W; ++j) denominator += parts[r * W + j];
+      for (int64_t r = 0; r < n; r += W) {  // the sums of the rows of W x W numbers, side by side
+        Vec block[W], denominator = {};
+#pragma GCC unroll 16
+        for (int j = 0; j < W; ++j) block[j] = load(parts + (r + j) * W);
+        transpose(block);
+#pragma GCC unroll 16
+        for (int j = 0; j < W; ++j) denominator += block[j];
         denominator += c.eps;
-        const float size = std::fabs(denominator);
-        if (!(size < INFINITE)) denominator = std::numeric_limits<float>::quiet_NaN();
-        if (size < LEAST) denominator = INFINITE;
-        if (!c.normalized) denominator = 1.0f;
+        const Vec size = denominator < 0.0f ? -denominator : denominator;
+        denominator = size < INFINITE ? denominator : all(std::numeric_limits<float>::quiet_NaN());
+        denominator = size < LEAST ? all(INFINITE) : denominator;
+        store(parts + r * W, c.normalized ? denominator : all(1.0f));
+      }
+      for (int64_t r = 0; r < n; ++r) {
+        const float denominator = parts[r / W * W * W + r % W];
         denominators[i + r] = denominator;
-        const Tokens to = c.out;
-        const int64_t place = at(to, i + r), numbers = c.values;
-        for (int64_t e = 0; e < numbers; e += W) {
-          const Vec number = load(out + r * value_row + e) * (1.0f / denominator);
-          write(to, place + e, numbers - e, number);
-          broken |= not_finite(number, numbers - e);
-        }
+        broken |= write_output(i + r, out + r * value_row, 1.0f / denominator);
       }
     }
     if (whole != nullptr) {
