@@ -256,12 +256,13 @@ class FeatureWork {
       const bool nothing_yet = !gradients && sums.scale[f] == LOWEST;
       sums.scale[f] = scale[f];
       if (nothing_yet) continue;
-      factors[f] = exp2(power), same = false;
+      const float factor = exp2(power);
+      factors[f] = factor, same = false;
       for (const FeatureSums& x : {sums, before, added}) {
         if (x.kv == nullptr) continue;
         for (int64_t p = 0; p < value_row && turned == nullptr; p += PANEL)
-          scale_row(x.kv + (p / PANEL * line + f) * PANEL, PANEL, factors[f]);
-        x.z[f] *= factors[f];
+          scale_row(x.kv + (p / PANEL * line + f) * PANEL, PANEL, factor);
+        x.z[f] *= factor;
       }
     }
     for (int64_t p = 0; p < line && turned != nullptr && !same; p += PANEL)
@@ -404,9 +405,10 @@ class FeatureWork {
   // are any. Keys are columns, in panels of (numbers, PANEL); rows before a panel's keys see none of them.
   void triangle(Rows rows, Rows keys, int64_t numbers, int64_t n, const float* of_rows, float* to) const {
     Frame frame;
-    float* panel = frame.floats(PANEL * numbers);
+    const int64_t padded = whole(numbers, W);  // as rows are
+    float* panel = frame.floats(PANEL * padded);
     for (int64_t p = 0; p < n; p += PANEL) {
-      pack_panel({keys.data, 0, 0, keys.distance, FLOAT32}, p * keys.distance, n - p, numbers, panel);
+      pack_panel({keys.data, 0, 0, keys.distance, FLOAT32}, p * keys.distance, n - p, padded, panel);
       const int64_t first = p / ROWS * ROWS;
       column_panel<2>(n - first, numbers, rows[first], rows.distance, 1, panel, PANEL, to + first * STEP + p, STEP, false);
     }
