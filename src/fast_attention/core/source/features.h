@@ -149,10 +149,11 @@ class FeatureWork {
         clear(to, line);
         continue;
       }
-      const int64_t place = at(x, first + i);
+      const float* from = to;
+      if (whole_vectors(x, width)) from = static_cast<const float*>(x.data) + at(x, first + i);
+      else read_row(x, at(x, first + i), width, line, 1.0f, to);
       for (int64_t e = 0; e < columns; e += W) {
-        const Vec number = read(x, place + e, width - e);
-        const Vec positive = larger(Vec{}, number);  // NaN stays: it gives its second number then
+        const Vec number = load(from + e), positive = larger(Vec{}, number);  // NaN stays: it gives its second number then
         if (map == ELU_PLUS_ONE) store(to + e, positive + exp2(-larger(Vec{}, -number) * LOG2E));
         else store(to + e, map == RELU ? positive + offset : number);
       }
@@ -255,12 +256,13 @@ class FeatureWork {
       const bool nothing_yet = !gradients && sums.scale[f] == LOWEST;
       sums.scale[f] = scale[f];
       if (nothing_yet) continue;
-      factors[f] = exp2(power), same = false;
+      const float factor = exp2(power);
+      factors[f] = factor, same = false;
       for (const FeatureSums& x : {sums, before, added}) {
         if (x.kv == nullptr) continue;
         for (int64_t p = 0; p < value_row && turned == nullptr; p += PANEL)
-          scale_row(x.kv + (p / PANEL * line + f) * PANEL, PANEL, factors[f]);
-        x.z[f] *= factors[f];
+          scale_row(x.kv + (p / PANEL * line + f) * PANEL, PANEL, factor);
+        x.z[f] *= factor;
       }
     }
     for (int64_t p = 0; p < line && turned != nullptr && !same; p += PANEL)
@@ -355,6 +357,20 @@ class FeatureWork {
     return {value_memory, value_row};
   }
 
+  // Writes a row times a factor; gives where its numbers are not finite.
+  Ints write_output(int64_t i, float* from, float factor) const {
+    Ints broken = {};
+    for (int64_t e = c.values; e < whole(c.values, W); ++e) from[e] = 0.0f;
+    float* to = whole_vectors(c.out, c.values) ? static_cast<float*>(c.out.data) + at(c.out, i) : from;
+    for (int64_t e = 0; e < c.values; e += W) {
+      const Vec number = load(from + e) * factor;
+      store(to + e, number);
+      broken |= not_finite(number, W);
+    }
+    if (to == from) write_row(c.out, at(c.out, i), c.values, 1.0f, from);
+    return broken;
+  }
+
   // S += K^T V, z += sum of K, times weights if there are any: of n rows of features, and of values or numerators.
   void add_to_sums(const float* rows, const float* weights, Rows v, int64_t n, const FeatureSums& to) const {
     panel_product(c.features, c.values, n, rows, 1, line, v.data, v.distance, PANEL, to.kv, PANEL, line * PANEL, true);
@@ -389,9 +405,10 @@ class FeatureWork {
   // are any. Keys are columns, in panels of (numbers, PANEL); rows before a panel's keys see none of them.
   void triangle(Rows rows, Rows keys, int64_t numbers, int64_t n, const float* of_rows, float* to) const {
     Frame frame;
-    float* panel = frame.floats(PANEL * numbers);
+    const int64_t padded = whole(numbers, W);  // as rows are
+    float* panel = frame.floats(PANEL * padded);
     for (int64_t p = 0; p < n; p += PANEL) {
-      pack_panel({keys.data, 0, 0, keys.distance, FLOAT32}, p * keys.distance, n - p, numbers, panel);
+      pack_panel({keys.data, 0, 0, keys.distance, FLOAT32}, p * keys.distance, n - p, padded, panel);
       const int64_t first = p / ROWS * ROWS;
       column_panel<2>(n - first, numbers, rows[first], rows.distance, 1, panel, PANEL, to + first * STEP + p, STEP, false);
     }
@@ -709,22 +726,23 @@ class SectionWork : public FeatureWork {
         for (int64_t e = 0; e < sum_numbers && whole != nullptr; e += W)
           store(sums.kv + e, load(before.kv + e) + load(added.kv + e));
       }
-      for (int64_t r = 0; r < n; ++r) {
-        float denominator = 0.0f;
-        for (int64_t j = 0; j < W; ++j) denominator += parts[r * W + j];
+      for (int64_t r = 0; r < n; r += W) {  // the sums of the rows of W x W numbers, side by side
+        Vec block[W], denominator = {};
+#pragma GCC unroll 16
+        for (int j = 0; j < W; ++j) block[j] = load(parts + (r + j) * W);
+        transpose(block);
+#pragma GCC unroll 16
+        for (int j = 0; j < W; ++j) denominator += block[j];
         denominator += c.eps;
-        const float size = std::fabs(denominator);
-        if (!(size < INFINITE)) denominator = std::numeric_limits<float>::quiet_NaN();
-        if (size < LEAST) denominator = INFINITE;
-        if (!c.normalized) denominator = 1.0f;
+        const Vec size = denominator < 0.0f ? -denominator : denominator;
+        denominator = size < INFINITE ? denominator : all(std::numeric_limits<float>::quiet_NaN());
+        denominator = size < LEAST ? all(INFINITE) : denominator;
+        store(parts + r * W, c.normalized ? denominator : all(1.0f));
+      }
+      for (int64_t r = 0; r < n; ++r) {
+        const float denominator = parts[r / W * W * W + r % W];
         denominators[i + r] = denominator;
-        const Tokens to = c.out;
-        const int64_t place = at(to, i + r), numbers = c.values;
-        for (int64_t e = 0; e < numbers; e += W) {
-          const Vec number = load(out + r * value_row + e) * (1.0f / denominator);
-          write(to, place + e, numbers - e, number);
-          broken |= not_finite(number, numbers - e);
-        }
+        broken |= write_output(i + r, out + r * value_row, 1.0f / denominator);
       }
     }
     if (whole != nullptr) {

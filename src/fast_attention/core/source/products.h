@@ -101,14 +101,16 @@ inline void pack_panel(const Tokens& x, int64_t offset, int64_t number, int64_t 
   for (int64_t n = 0; n < PANEL; n += W)
     for (int64_t e = 0; e < width; e += W) {
       const int64_t at = offset + n * x.row + e;
-      Vec rows[W];
-      if (x.kind == FLOAT32 && n + W <= number && e + W <= width) {
-        const float* from = static_cast<const float*>(x.data) + at;
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) rows[i] = load(from + i * x.row);
-      } else {
-        for (int i = 0; i < W; ++i) rows[i] = n + i < number ? read(x, at + i * x.row, width - e) : Vec{};
+      const float* from = static_cast<const float*>(x.data) + at;
+      int64_t distance = x.row;
+      float copied[W * W];
+      if (x.kind != FLOAT32 || n + W > number || e + W > width) {
+        for (int i = 0; i < W; ++i) store(copied + i * W, n + i < number ? read(x, at + i * x.row, width - e) : Vec{});
+        from = copied, distance = W;
       }
+      Vec rows[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) rows[i] = load(from + i * distance);
       transpose(rows);
 #pragma GCC unroll 16
       for (int i = 0; i < W; ++i)

@@ -181,7 +181,7 @@ inline V some(const T* from, int64_t n) {
 template <class V, class T>
 inline void put(T* to, int64_t n, V v) {
   if (n * static_cast<int64_t>(sizeof(T)) >= static_cast<int64_t>(sizeof v)) std::memcpy(to, &v, sizeof v);
-  else std::memcpy(to, &v, static_cast<size_t>(n) * sizeof(T));
+  else for (int64_t i = 0; i < n; ++i) to[i] = v[i];
 }
 
 // Up to n numbers of a token from a place on, as floats.
@@ -194,15 +194,19 @@ inline void write(const Tokens& x, int64_t at, int64_t n, Vec numbers) {
   else put(static_cast<uint16_t*>(x.data) + at, n, narrowed(numbers, x.kind));
 }
 
+// Whether rows of tokens are whole vectors of float32, which are read and written where they are.
+inline bool whole_vectors(const Tokens& x, int64_t n) { return x.kind == FLOAT32 && n % W == 0; }
+
 // Copies n numbers of a token, times factor, as floats; zeros fill the row up to `padded`, in whole vectors.
 inline void read_row(const Tokens& tokens, int64_t offset, int64_t n, int64_t padded, float factor, float* to) {
   const Tokens x = tokens;  // for all that a compiler knows, stores might change the other
-  for (int64_t i = 0; i < n; i += W) store(to + i, read(x, offset + i, n - i) * factor);
-  for (int64_t i = n; i < padded; ++i) to[i] = 0.0f;
+  const float* floats = static_cast<const float*>(x.data) + offset;
+  int64_t i = 0;
+  for (; x.kind == FLOAT32 && i + W <= n; i += W) store(to + i, load(floats + i) * factor);
+  for (; x.kind == FLOAT32 && i < n; ++i) to[i] = floats[i] * factor;
+  for (; i < n; i += W) store(to + i, read(x, offset + i, n - i) * factor);
+  for (i = n; i < padded; ++i) to[i] = 0.0f;
 }
-
-// Whether rows of tokens are whole vectors of float32, which are read and written where they are.
-inline bool whole_vectors(const Tokens& x, int64_t n) { return x.kind == FLOAT32 && n % W == 0; }
 
 // Writes n numbers of a row of whole vectors, times factor, as those of a token.
 inline void write_row(const Tokens& tokens, int64_t offset, int64_t n, float factor, const float* from) {
