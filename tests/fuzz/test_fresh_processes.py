@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import strategies as st
 
 from fast_attention import Unsupported, catalogue, swap
 from tests.cases import CASES
+from tests.fresh import NEEDED, told
 from tests.fuzz.kit import fuzz
-from tests.integrations.test_fresh_process import LOADED, OURS, seen, told
+from tests.integrations.test_fresh_process import LOADED, OURS, seen
 from tests.integrations.test_swap import build, inputs
 from tests.integrations.test_swap_saving import AUTO
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX's")
+pytestmark = NEEDED
 OPTIONS: list[dict[str, Any]] = [{}, {"exact_up_to": 5}, {"skip_padding": True}, {"max_len": 64}]
 CASE = st.tuples(
     st.sampled_from([*AUTO]), st.sampled_from([*catalogue.names(), *map(repr, CASES)]), st.sampled_from(OPTIONS),

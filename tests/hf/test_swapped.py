@@ -16,10 +16,10 @@ from torch import nn
 from fast_attention import core, swap, swap_back
 from fast_attention.integrations import calls
 from fast_attention.mechanism import Unsupported
+from tests.fresh import told
 from tests.hf import families
 from tests.hf.test_families import IDS, LEFT, RIGHT, SAME, away, both, first
 from tests.integrations.test_fresh_process import SAME as EQUAL
-from tests.integrations.test_fresh_process import told
 
 LONG = torch.randint(3, families.VOCABULARY, (2, 300), generator=torch.Generator().manual_seed(1))
 HOLES = torch.ones_like(LONG)

@@ -1,16 +1,10 @@
-"""Whatever is promised of a swapped model's files holds in a process of its own, to which nothing was told before.
-
-One process loads torch and transformers and nothing of this library; each check runs in a fork of it.
-"""
+"""Whatever is promised of a swapped model's files holds in a process of its own, to which nothing was told before."""
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import pickle
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,36 +16,14 @@ import torch
 from torch import nn
 
 from fast_attention import Bound, LinearAttention, Shape, decoding, extend, swap
+from tests.fresh import NEEDED, ROOT, TORCH, told
 from tests.integrations.test_swap import build, inputs
 from tests.integrations.test_swap_saving import AUTO, BIASED, DRAWN
 from tests.integrations.test_swap_saving_parts import siglip
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX's")
+pytestmark = NEEDED
 
-DRIVER = """
-import json, os, sys, traceback, warnings
-import torch, transformers
-torch.set_num_threads(int(os.environ["THREADS"]))  # or last digits differ
-warnings.filterwarnings("ignore")
-transformers.logging.set_verbosity_error()
-transformers.AutoModel, transformers.BertModel, transformers.pipeline  # what takes seconds, once
-sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("fast_attention")]
-assert not [name for name in sys.modules if name.startswith("fast_attention")]
-for name, folder, code in json.load(sys.stdin):
-    if not (child := os.fork()):
-        os.chdir(folder)
-        sys.path.insert(0, folder)
-        try:
-            with torch.no_grad():
-                exec(code, {"transformers": transformers, "torch": torch})
-        except BaseException:
-            print(json.dumps([name, traceback.format_exc()]), flush=True)
-            os._exit(1)
-        print(json.dumps([name, ""]), flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-"""
 SAME = """
 seen = torch.load("seen.pt")
 found = model(**seen["given"]) if isinstance(seen["given"], dict) else model(*seen["given"])
@@ -61,22 +33,27 @@ held = globals().get("whole", model).state_dict()
 assert not [name for name, x in seen["state"].items() if not torch.equal(held[name], x)]
 torch.testing.assert_close(found, seen["out"], rtol=1e-5, atol=2e-6)
 """
-LOADED = "import fast_attention.integrations\nmodel = transformers.{}.from_pretrained('.').eval()" + SAME
+MODEL = "model = transformers.{}.from_pretrained('.').eval()" + SAME
+LOADED = "import fast_attention.integrations\n" + MODEL
 OURS = "from fast_attention import from_pretrained\nmodel = from_pretrained('.').eval()" + SAME
-ROOT = Path(__file__).parents[2]
+REFUSED = """
+import sys
+assert transformers.AutoTokenizer.from_pretrained(".")
+for load in (
+    transformers.AutoModel.from_pretrained, transformers.BertModel.from_pretrained,
+    transformers.AutoModelForMaskedLM.from_pretrained, transformers.BertForSequenceClassification.from_pretrained,
+    lambda folder: transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(folder)),
+    lambda folder: transformers.pipeline("fill-mask", model=folder),
+):
+    try:
+        load(".")
+    except ValueError as error:
+        assert 'attn_implementation="fast_attention"' in str(error), error
+    else:
+        raise SystemExit(f"{load} ran exact attention")
+assert "fast_attention.integrations" not in sys.modules
+"""
 KERNEL = ROOT / "examples" / "your_own_kernel.py"
-
-
-def told(asked: list[tuple[str, str, str]]) -> dict[str, str]:
-    """What went wrong in each check, given its name, folder and code, in a process with as many threads as this one."""
-    places = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
-    around = {**os.environ, "PYTHONPATH": places, "THREADS": str(torch.get_num_threads())}
-    ran = subprocess.run(
-        [sys.executable, "-c", DRIVER], input=json.dumps(asked), capture_output=True, text=True, timeout=600,
-        check=False, env=around,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    return dict(json.loads(line) for line in ran.stdout.splitlines() if line.startswith('["'))
 
 
 class Check(NamedTuple):
@@ -170,6 +147,14 @@ def config_alone(folder: Path) -> None:
     swapped("Bert").save_pretrained(folder)
 
 
+def masked(folder: Path) -> None:
+    """Weights of every class that reads it, none of which would be missed."""
+    model = transformers.BertForMaskedLM(build("Bert").config)
+    swap(model, "LinearAttention")
+    model.save_pretrained(folder)
+    transformers.ByT5Tokenizer().save_pretrained(folder)
+
+
 def adapters(folder: Path) -> None:
     peft = pytest.importorskip("peft")
     swapped("Bert").save_pretrained(folder / "base")
@@ -245,14 +230,7 @@ CHECKS = {
         "    assert model(torch.ones(1, 5).long())[0].isfinite().all()\n"
         "    assert model.config._attn_implementation == 'sdpa'",
     ),
-    "a config where nothing was imported": Check(
-        config_alone,
-        "for load in (transformers.AutoModel.from_pretrained, lambda folder: transformers.AutoModel.from_config(\n"
-        "        transformers.AutoConfig.from_pretrained(folder))):\n"
-        "    try:\n        load('.')\n"
-        "    except ValueError as error:\n        assert 'fast_attention' in str(error)\n"
-        "    else:\n        raise SystemExit('exact attention ran')",
-    ),
+    "nothing imported": Check(masked, REFUSED),
 }  # fmt: skip
 
 
@@ -269,3 +247,17 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_process_that_knows_nothing(name: str, outcomes: dict[str, str]) -> None:
     assert outcomes.get(name, "no answer") == ""
+
+
+def test_what_is_imported_before_transformers(tmp_path: Path) -> None:
+    """The integrations make swapped models known to it as soon as it is there; the package alone does not."""
+    load = "from fast_attention import swap\nimport transformers\n" + MODEL.format("AutoModel")
+    asked = []
+    for name, write, code in (
+        ("the integrations", saved("Bert"), load),
+        ("the package alone", masked, "import fast_attention, transformers" + REFUSED),
+    ):
+        (folder := tmp_path / name).mkdir()
+        write(folder)
+        asked.append((name, str(folder), code))
+    assert told(asked, TORCH) == {"the integrations": "", "the package alone": ""}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,35 +28,6 @@ AUTO = {
 }  # fmt: skip
 BIASED = ("T5", "Bloom", "Mpt")  # scores have positions in them, which random features do not form
 DRAWN = "FavorPlus(num_features=16)"  # holds random features, which must come back
-ARRIVED = """
-{imports}
-import sys, torch
-folder, kind, before = sys.argv[1:]
-model = getattr(transformers, kind).from_pretrained(folder)
-seen = torch.load(before)
-with torch.no_grad():
-    assert torch.equal(model(seen["x"])[0], seen["out"])
-print("equal")
-"""
-ALONE = """
-import sys
-import transformers
-folder = sys.argv[1]
-assert transformers.AutoTokenizer.from_pretrained(folder)
-for load in (
-    transformers.AutoModel.from_pretrained, transformers.BertModel.from_pretrained,
-    transformers.AutoModelForMaskedLM.from_pretrained, transformers.BertForSequenceClassification.from_pretrained,
-    lambda folder: transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(folder)),
-    lambda folder: transformers.pipeline("fill-mask", model=folder),
-):
-    try:
-        load(folder)
-    except ValueError as error:
-        assert 'attn_implementation="fast_attention"' in str(error), error
-    else:
-        raise SystemExit(f"{load} ran exact attention")
-assert "fast_attention.integrations" not in sys.modules
-"""
 
 
 def bert(mechanism: str = DRAWN, kind: str = "BertModel", **settings: Any) -> Any:
@@ -66,14 +35,6 @@ def bert(mechanism: str = DRAWN, kind: str = "BertModel", **settings: Any) -> An
     model = getattr(transformers, kind)(config).eval()
     swap(model, mechanism)
     return model
-
-
-def run(code: str, *arguments: object) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)], capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def record(folder: Path) -> dict[str, Any]:
@@ -205,30 +166,6 @@ def test_generation_and_tokenizer_stay(tmp_path: Path) -> None:
     for again in (from_pretrained(tmp_path), transformers.AutoModelForCausalLM.from_pretrained(tmp_path)):
         assert (again.generation_config.max_new_tokens, again.generation_config.eos_token_id) == (7, [5, 9])
     assert type(transformers.AutoTokenizer.from_pretrained(tmp_path)) is transformers.ByT5Tokenizer
-
-
-@pytest.mark.parametrize("imports", ["", "import fast_attention\n"], ids=["none", "the package alone"])
-def test_without_the_integrations_loading_fails(imports: str, tmp_path: Path) -> None:
-    bert("LinearAttention", "BertForMaskedLM").save_pretrained(tmp_path)  # no weights that would be missed
-    transformers.ByT5Tokenizer().save_pretrained(tmp_path)
-    run(imports + ALONE, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import fast_attention.integrations, transformers",
-        "from fast_attention import swap\nimport transformers",
-        "import transformers\nfrom transformers import BertModel\nimport fast_attention.integrations",
-    ],
-)
-def test_any_order_of_imports(imports: str, tmp_path: Path) -> None:
-    model = bert()
-    model.save_pretrained(tmp_path)
-    given = inputs(model)["input_ids"]
-    with torch.no_grad():
-        torch.save({"x": given, "out": out(model, {"input_ids": given})}, tmp_path / "before")
-    run(ARRIVED.format(imports=imports), tmp_path, "AutoModel", tmp_path / "before")
 
 
 def test_other_attention_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from fast_attention import extras
 from fast_attention.lab import capture, command_line, loading, measure, texts
 from fast_attention.lab.inputs import InputError
+from tests.fresh import NEEDED, told
 from tests.lab.small_models import GPT, SIZES, WORDS, saved, transformers
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -229,32 +229,18 @@ def test_a_swapped_folder_is_read_as_it_runs(tmp_path: Path) -> None:
     assert (after[1].q - before[1].q).norm() > 1e-3 * before[1].q.norm(), "what the layer below computes differs"
 
 
-FRESH = """
-import json, os, sys
-import torch, transformers  # what takes seconds, once; nothing of this library is known to it
-sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("fast_attention")]
-for words in map(json.loads, sys.argv[1:]):
-    if not (child := os.fork()):
-        from fast_attention import cli
-        cli.main(words)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX's")
+@NEEDED
 def test_a_swapped_folder_opens_in_a_fresh_process(tmp_path: Path) -> None:
     """Whether or not something has made swapped models known to transformers before."""
-    place = str(saved(tmp_path / "model", "BertModel", "Local(window=4)", num_hidden_layers=1))
+    place = saved(tmp_path / "model", "BertModel", "Local(window=4)", num_hidden_layers=1)
     (tmp_path / "words.txt").write_text(WORDS)
-    advise = ["advise", place, "--text", str(tmp_path / "words.txt"), "--length", "8", "--mechanisms", "Local"]
     commands = [
-        ["check", place, "--json"],
-        [*advise, "--threads", "1", "--seconds", "20", "--out", str(tmp_path / "out")],
-        ["export", place],
-    ]
-    command = [sys.executable, "-c", FRESH, *map(json.dumps, commands)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
-    codes = [line for line in done.stdout.splitlines() if line.isdecimal()]
-    assert codes == ["0", "0", "0"], done.stdout + done.stderr
+        ["check", "model", "--json"],
+        ["advise", "model", "--text", "words.txt", "--length", "8", "--mechanisms", "Local", "--threads", "1",
+         "--seconds", "2", "--out", "out"],
+        ["export", "model"],
+    ]  # fmt: skip
+    asked = [(words[0], str(tmp_path), f"from fast_attention import cli\ncli.main({words})") for words in commands]
+    assert told(asked) == {"check": "", "advise": "", "export": ""}
     assert (tmp_path / "out" / "advice.json").exists()
-    assert (tmp_path / "model" / "model.pt2").exists()
+    assert (place / "model.pt2").exists()
