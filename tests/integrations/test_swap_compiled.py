@@ -32,15 +32,14 @@ ONE = {
 
 @pytest.mark.parametrize("name", ["Bert", "Llama", "Bart"])
 def test_a_swapped_model_compiles_in_one_graph(name: str) -> None:
-    """With padding and without."""
+    """Without padding; gradients are compared with it."""
     if name == "Bart" and torch.__version__ < "2.12":
         pytest.skip("Dynamo 2.11 takes no copy.deepcopy, which transformers' Bart calls: not swapped it breaks too")
     model = build(name, **ONE[name])
     swap(model, "LinearAttention")
+    given = inputs(model, 11)
     with torch.no_grad():
-        for padded in ("", "right") if name == "Bert" else ("",):
-            given = inputs(model, 11, padded=padded)
-            torch.testing.assert_close(real(out(compiled(model), given), given), real(out(model, given), given))
+        torch.testing.assert_close(out(compiled(model), given), out(model, given))
 
 
 @pytest.mark.parametrize(("name", "reach"), [("Mistral", 11), ("ModernBert", 12)])
@@ -70,7 +69,7 @@ def test_gradients_of_a_compiled_swapped_model() -> None:
             torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("mechanism", ["LinearAttention", "Manhattan", "Hybrid"])
+@pytest.mark.parametrize("mechanism", ["LinearAttention", "Hybrid"])
 def test_a_compiled_model_keeps_its_state(mechanism: str) -> None:
     """Stretch by stretch with transformers' cache; the second stretch leaves its length open."""
     model = build("Llama", **ONE["Llama"])
