@@ -98,7 +98,7 @@ FAULTS = [
           "tests/integrations/test_export.py -k 'maxima'"),
     Fault("a row of an exported program that sees nothing sees everything", "engine/fused.py",
           "if transformed() or (mask is not None and exporting()):", "if transformed():",
-          "tests/integrations/test_export.py -k 'agrees and Softmax'"),
+          "tests/integrations/test_export.py -k 'programs_agree and Softmax'"),
     Fault("the reference has one derivative", "engine/fused.py", 'in ("", operation.ASKED)', '== ""',
           "tests/test_functional.py -k 'twice and Softmax'"),
     Fault("grouped heads in turn instead of in a row", "engine/heads.py", "x.repeat_interleave(times, -3)",
