@@ -39,14 +39,14 @@ def test_every_oracle_and_variant_belongs_to_a_mechanism() -> None:
 @pytest.mark.parametrize(("mechanism", "is_causal", "masked"), GRANTED)
 def test_one_head(mechanism: Any, is_causal: bool, masked: bool, device: torch.device) -> None:
     """The last head of the last of two sequences; no gradient reaches the others."""
-    sizes = [(1, 1), (7, 7), (13, 13)] + [(5, 9), (9, 5)] * mechanism.traits.cross
+    sizes = [(1, 1), (13, 13)] + [(5, 9), (9, 5)] * mechanism.traits.cross
     agree(mechanism, is_causal, masked, device, [1], sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", CASES, ids=repr)
 def test_heads_and_sequences(mechanism: Any, device: torch.device) -> None:
-    sizes = [(5, 9), (9, 5)] * mechanism.traits.cross + [(2, 2), (7, 7)]
+    sizes = [(5, 9)] * mechanism.traits.cross + [(2, 2), (7, 7)]
     for is_causal in mechanism.traits.modes:
         for masked in (False, True)[: 1 + mechanism.traits.padding]:
             agree(mechanism, is_causal, masked, device, [0, 1], sizes)

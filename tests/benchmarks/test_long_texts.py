@@ -18,13 +18,13 @@ def test_both_models_are_timed_beyond_their_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "long.json"
-    monkeypatch.setattr(sys, "argv", ["long_texts", "--lengths", "64", "700", "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["long_texts", "--lengths", "16", "520", "--out", str(out)])
     long_texts.main()
     record = json.loads(out.read_text())
     measured = {(row["model"], row["length"]): row for row in record["prices"]}
-    assert {*measured} == {(name, n) for name in ("original", "BlockLocal(block_size=256)") for n in (64, 700)}
+    assert {*measured} == {(name, n) for name in ("original", "BlockLocal(block_size=256)") for n in (16, 520)}
     assert all(row["seconds"] > row["attention_seconds"] > 0 for row in measured.values())
-    assert "700" in capsys.readouterr().out
+    assert "520" in capsys.readouterr().out
 
 
 def test_a_converted_model_gets_the_positions_that_it_lacks(tmp_path: Path) -> None:

@@ -114,13 +114,13 @@ def of_blocks(size: int, **terms: Any) -> list[Any]:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("bias", [None, *BIASES], ids=repr)
 def test_few_queries_at_the_borders_of_blocks(bias: Any, is_causal: bool) -> None:
-    """As many keys as whole blocks hold, one more or one less: outputs and gradients, and one head by its oracle."""
+    """As many keys as whole blocks hold, one more or one less: outputs and gradients, and some by their oracle."""
     size = 4
     for mechanism in of_blocks(size, bias=bias) + of_blocks(size, bias=bias, sinks=True)[:1]:
         if is_causal not in mechanism.traits.modes or not mechanism.traits.cross:
             continue
         bound = bind(mechanism)
-        for length, keys in itertools.product((1, 2, size + 1), (4, 5, 7, 8, 9, 12, 13)):
+        for length, keys in itertools.product((1, 2, size + 1), (5, 7, 8, 9, 13)):
             inputs = [x.requires_grad_() for x in qkv(length, keys)]
             fast = gradients(bound, inputs, is_causal=is_causal)
             with implementation("reference"):
@@ -130,8 +130,12 @@ def test_few_queries_at_the_borders_of_blocks(bias: Any, is_causal: bool) -> Non
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
             with torch.no_grad():  # other passes than with gradients
                 found = bound(*inputs, is_causal=is_causal)
-                one = expected(mechanism, [x[1] for x in inputs], bound.w, [1], is_causal, None)
-            torch.testing.assert_close(found[1, 1:], one, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+                torch.testing.assert_close(found, plain[0], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+                if length == 2:
+                    one = expected(mechanism, [x[1] for x in inputs], bound.w, [1], is_causal, None)
+                    torch.testing.assert_close(
+                        found[1, 1:], one, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+                    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

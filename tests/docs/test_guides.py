@@ -13,7 +13,11 @@ import torch.distributed as dist
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.S | re.M)
-SHORTER = (("ConversionSettings(minutes=10)", "ConversionSettings(steps=1)"),)
+SHORTER = (
+    ("ConversionSettings(minutes=10)", "ConversionSettings(steps=1)"),
+    ("max_length=512", "max_length=64"),
+    ("expected(4096, batch=8)", "expected(256)"),
+)
 BEFORE = {("long.md", 3): 'model.save_pretrained("out/minilm-8k")'}  # what a command between two blocks leaves
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 PRIME = 999_983
 SAMPLED = [0, 128, 65_537, 999_982]
-WIDTH = 16
+WIDTH = 8
 
 
 def elu_plus_one(w: Any, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def manhattan(w: Any, q: Tensor, h: Tensor, v: Tensor, i: int) -> Tensor:
 
 ROWS: dict[str, Callable[..., Tensor]] = {
     "LinearAttention()": linear,
-    "FavorPlus(num_features=64)": favor_plus,
+    "FavorPlus(num_features=32)": favor_plus,
     "Local()": local,
     "AFTSimple()": aft_simple,
     "LogAttention()": log,
@@ -75,7 +75,7 @@ ROWS: dict[str, Callable[..., Tensor]] = {
 }
 KEYS = {  # the map of single keys, which all rows share
     "LinearAttention()": elu_plus_one,
-    "FavorPlus(num_features=64)": positive,
+    "FavorPlus(num_features=32)": positive,
     "LogAttention()": log_softplus,
     "Manhattan()": softplus,
 }

@@ -63,7 +63,8 @@ def near(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
 def test_the_core_is_the_reference(kind: str, length: int) -> None:
     """Against float64; queries times 30 need their largest score taken off. Odd widths fill no whole vectors."""
     rules = KINDS[kind]
-    for masked, (width, values), scale in itertools.product((False, True), ((8, 16), (33, 5)), (1.0, 30.0)):
+    for masked, (width, values) in itertools.product((False, True), ((8, 16), (33, 5))):
+        scale = 30.0 if masked == (width == 33) else 1.0
         q, v, bucket, seen = case(rules, length, masked, width=width, values=values, scale=scale)
         exact = outputs(hashed_softmax, q.double(), v.double(), bucket, seen, rules=rules)
         with trace.recorded() as steps:

@@ -64,8 +64,14 @@ def compare(
 
 
 def compared(mechanism: Any, world: int) -> dict[str, str]:
-    """What differs, causal or not, masked or not, and where a process has no token or there are fewer keys."""
+    """What differs, causal or not, masked or not, and where a process has no token or there are fewer keys.
+
+    Of a default, whose strategy others have been tried with, in its last direction and masked.
+    """
     traits, lengths, found = mechanism.traits, LENGTHS[world], {}
+    if mechanism in DEFAULTS:
+        text = compare(mechanism, lengths, lengths, traits.modes[-1], traits.padding)
+        return {repr(mechanism): text} if text else {}
     for is_causal in traits.modes:
         for masked in {False, traits.padding}:
             found[f"causal {is_causal}, masked {masked}"] = compare(mechanism, lengths, lengths, is_causal, masked)
