@@ -41,7 +41,7 @@ PAGES = 2**25 // 4096  # of a tensor
 
 
 def pages_given(*kept: str) -> list[float]:
-    """Pages that a tensor of 32 MiB is given anew, the median of nine one after another, for each way to keep memory."""
+    """Pages that a tensor of 32 MiB is given anew, the median of nine one after another, for each way to keep."""
     command = [sys.executable, "-c", COUNTING, *kept]
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "THP_", "GLIBC_"))}
     said = subprocess.run(command, check=True, capture_output=True, text=True, env=plain).stdout
