@@ -76,7 +76,7 @@ def _double(w: Any) -> Any:
 def test_training_behind_a_state_takes_the_memory_of_a_causal_call(expression: str) -> None:
     mechanism = catalogue.parse(expression)
     w = mechanism.weights(Shape(2, 32))
-    x = [torch.randn(1, 2, 16_384, 32, requires_grad=True) for _ in range(3)]
+    x = [torch.randn(1, 2, 32_768, 32, requires_grad=True) for _ in range(3)]
     earlier = [torch.randn(1, 2, 9, 32, requires_grad=True) for _ in range(3)]
     way = torch.randn_like(x[2])
 
