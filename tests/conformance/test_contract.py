@@ -59,8 +59,9 @@ def laws(mechanism: Any) -> Iterator[tuple[conformance.Law, list[bool]]]:
     """The laws that a mechanism has to keep, and the directions in which they are judged.
 
     All of a default, and of a setting whose traits promise something else; of other settings those of settings. Tracing
-    takes its time: a default is compiled in one direction, and exported in the one that test_export.py of the
-    integrations leaves; settings are traced, in one direction, that have other directions, masks or weights.
+    takes its time: a default is compiled in one direction, unless test_left_padding.py compiles it, and exported in the
+    one that test_export.py of the integrations leaves; settings are traced, in one direction, that have other
+    directions, masks or weights.
     """
     modes, default = mechanism.traits.modes, mechanism in DEFAULTS
     for law in conformance.LAWS:
@@ -71,7 +72,8 @@ def laws(mechanism: Any) -> Iterator[tuple[conformance.Law, list[bool]]]:
         if law.name not in TRACED:
             yield law, modes
         elif default and law.name.startswith("torch.compile"):
-            yield law, modes[-1:]
+            if mechanism.traits.positions != "absolute":
+                yield law, modes[-1:]
         elif traced := modes[:-1] if default else modes[: mechanism in TRACED_SETTINGS]:
             yield law, traced
 
