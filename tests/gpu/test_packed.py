@@ -29,7 +29,7 @@ from fast_attention.gpu.exponential import operations
 from fast_attention.gpu.pooling import operations as pooling
 from fast_attention.integrations import packed_rows
 from fast_attention.integrations.visible import Visibility
-from fast_attention.mechanisms.aft import fast as aft
+from fast_attention.mechanisms.aft import aft_simple as aft
 from fast_attention.packed import Packing
 from fast_attention.traits import Shape
 from tests.gpu.heads import assert_near

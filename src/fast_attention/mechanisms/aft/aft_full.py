@@ -1,7 +1,5 @@
 """AFT-full (Zhai et al. 2021): keys weighed by a learned bias for every pair of positions, channel by channel.
 
-AFT-full in tiles: ``sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)``, with its gradient.
-
 The values of all sequences lie side by side, so that a chunk of queries is one wide product of exp(w) with exp(k) v and
 exp(k). Causal chunks multiply with the keys up to their end only. There all queries share one log scale per channel,
 for keys that never rise far above the first (``one_scale_is_enough``); others take ``reference_biased.full_causal``.
@@ -18,8 +16,6 @@ from torch import Tensor, nn
 
 from fast_attention.engine import masks
 from fast_attention.engine.blocks import narrow
-from fast_attention.engine.chunks import chunks_of
-from fast_attention.engine.numerics import exp_
 from fast_attention.engine.operation import Fast, Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
@@ -56,60 +52,20 @@ def products(
     return q.sigmoid() * reference.mean(sums, v.shape[-1])
 
 
-def _terms(k: Tensor, v: Tensor) -> Tensor:
-    """Weighted values and weights of the keys, (S, ..., 2 D)."""
-    terms = k.new_empty(k.shape[-2], *k.shape[:-2], 2 * v.shape[-1])
-    fast.weigh(k, v, fast.log_scale(k), terms.movedim(0, -2))
-    return terms
-
-
-def _weights(bias: Tensor, at: slice, is_causal: bool, workspace: Tensor) -> Tensor:
-    rows = bias[at, : at.stop] if is_causal else bias[at]
-    weights = workspace[: rows.numel()].view(rows.shape)
-    exp_(torch.sub(rows, rows.amax(-1, keepdim=True), out=weights))
-    if is_causal:
-        weights[:, at.start :].tril_()
-    return weights
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, keep: bool, is_causal: bool, any_masked: bool, longest: int
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    terms, out = _terms(k, v), torch.empty_like(q)
-    flat = terms.flatten(1)
-    saved = torch.empty_like(q) if keep else None
-    sums = k.new_empty(min(ROWS, q.shape[-2]), *terms.shape[1:])
-    workspace = k.new_empty(len(sums) * k.shape[-2])
-    for at in chunks_of(ROWS, q.shape[-2]):
-        weights, rows = _weights(bias, at, is_causal, workspace), sums[: at.stop - at.start]
-        torch.mm(weights, flat[: weights.shape[1]], out=rows.flatten(1))
-        denominators = fast.gate(q[..., at, :], rows.movedim(0, -2), out[..., at, :], any_masked=any_masked)
-        if saved is not None:
-            saved[..., at, :] = denominators
-    return out, () if saved is None else (saved,)
-
-
-def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Any, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
-    *, is_causal: bool, any_masked: bool, longest: int,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    (q, k, v, bias), (out,), (denominators,), (g,) = inputs, outputs, saved, gradients
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    d_bias = torch.zeros_like(bias) if bias.requires_grad else None
-    terms = _terms(k, v)
-    flat, d_terms = terms.flatten(1), torch.zeros_like(terms)
-    sums = k.new_empty(min(ROWS, q.shape[-2]), *terms.shape[1:])
-    workspace = k.new_empty(len(sums) * k.shape[-2])
-    for at in chunks_of(ROWS, q.shape[-2]):
-        weights, d_sums = _weights(bias, at, is_causal, workspace), sums[: at.stop - at.start]
-        keys = weights.shape[1]
-        tokens = (x[..., at, :] for x in (q, g, out, denominators, dq))
-        fast.gate_vjp(*tokens, d_sums=d_sums.movedim(0, -2))
-        d_terms.flatten(1)[:keys].addmm_(weights.mT, d_sums.flatten(1))
-        if d_bias is not None:
-            torch.mm(d_sums.flatten(1), flat[:keys].mT, out=d_bias[at, :keys]).mul_(weights)
-    fast.weigh_vjp(v, terms.movedim(0, -2)[..., v.shape[-1] :], d_terms.movedim(0, -2), dk, dv)
-    return dq, dk, dv, d_bias
+def _in_rows(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, any_masked: bool, longest: int
+) -> Tensor:
+    """``products`` in one log scale per channel, of a chunk of queries with the keys that it sees."""
+    weights = (k - fast.log_scale(k)).exp()
+    terms = torch.cat([x.movedim(-2, 0) for x in (weights * v, weights)], -1)
+    flat, parts, end = terms.flatten(1), list[Tensor](), 0
+    for rows in bias.split(max(ROWS, -(-len(bias) // 8)) if torch.is_grad_enabled() else ROWS):
+        start, end = end, end + len(rows)
+        rows = rows[:, :end] if is_causal else rows
+        weights = (rows - rows.detach().amax(-1, keepdim=True)).exp()
+        parts.append((weights.tril(start) if is_causal else weights) @ flat[: weights.shape[1]])
+    numerators, n = torch.cat(parts).unflatten(1, terms.shape[1:]).movedim(0, -2).split(v.shape[-1], -1)
+    return q.sigmoid() * (reference.quotient(numerators, n) if any_masked else numerators / n)
 
 
 def _serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, any_masked: bool, longest: int) -> str:
@@ -122,7 +78,7 @@ def _path(*tensors: Tensor, is_causal: bool, **settings: Any) -> str:
 
 
 _FAST = Fast(
-    _forward, _backward, serves=_serves, path="products of chunks of queries with all that they see",
+    _in_rows, None, serves=_serves, path="products of chunks of queries with all that they see",
     why="every pair has a bias", sizes=lambda *tensors, **settings: {"rows": ROWS},
 )  # fmt: skip
 full = Operation(products, cpu=_FAST, cuda=_FAST, empty=like_queries, path=_path)

@@ -1,12 +1,9 @@
 """AFT-local (Zhai et al. 2021, section 3.2): biases in a window only, learned per position.
 
-AFT with biases in a window, in tiles, with its gradient: never a subtraction, so that no bias cancels.
-
 A block of ``size`` queries is one product with the keys of its block and the neighbouring ones (``reach`` tokens on
 both sides, or before it only), weights exp(w) in the window and 1 around it; blocks further away come in by their
-sums. All queries share one log scale per channel (``one_scale_is_enough``); others take ``reference_biased.windowed``.
-
-Blocks of tokens with their neighbours, and the weights of a window around each query, laid out for products.
+sums. Nothing is subtracted, so that no bias cancels. All queries share one log scale per channel
+(``one_scale_is_enough``); others take ``reference_biased.windowed``.
 
 Tensors are (group, tokens, ..., width): one group holds all heads where they share the biases, position by position,
 and each head is a group where they do not, with one row of biases for all positions.
@@ -26,7 +23,7 @@ from fast_attention.engine import masks, trace
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.chunks import chunks_of
 from fast_attention.engine.heads import short
-from fast_attention.engine.operation import Fast, Operation, like_queries
+from fast_attention.engine.operation import Fast, NotServed, Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import symbolic
@@ -251,29 +248,18 @@ def window_sums(
     return q.sigmoid() * reference.mean(sums, v.shape[-1])
 
 
-def _whole_plan(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) -> Plan:
-    """The sizes for all taps of the band."""
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) -> Tensor:
     length, heads, reach = k.shape[-2], k.shape[-3], band.shape[-1] // 2
     shared = band.shape[0] == 1 and (band.shape[1] > 1 or heads > 1)
     size = next((size for size in (16, 32) if reach <= size), 64)
     if short(q, k, v):  # padding to whole blocks, and a block on each side of them, would be most of the work
         size = -(-length // -(-length // size))
-    return Plan(shared, size, -(-reach // size) * size, **settings)
-
-
-def _serves(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) -> str:
-    if symbolic():
-        return "traced"
-    plan = _whole_plan(q, k, v, band, **settings)
-    if not (plan.shared or band.shape[1] == 1):
-        return "every head has biases of its own for every position: blocks could share them neither way"
-    return "" if one_scale_is_enough(k, band, plan) else "keys or biases lie too far apart for one log scale"
-
-
-def _in_blocks(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) -> Tensor:
-    plan, length, reach = _whole_plan(q, k, v, band, **settings), k.shape[-2], band.shape[-1] // 2
     near = min(reach, length - 1)
-    plan = plan._replace(reach=-(-near // plan.size) * plan.size)
+    plan = Plan(shared, size, -(-near // size) * size, **settings)
+    if not (shared or band.shape[1] == 1):
+        raise NotServed("every head has biases of its own for every position: blocks could share them neither way")
+    if not one_scale_is_enough(k, band, plan):
+        raise NotServed("keys or biases lie too far apart for one log scale")
     why = "all heads share each position's biases" if plan.shared else "a head's biases are the same at all positions"
     trace.record("products of blocks of queries with their neighbours", why, block=plan.size, keys=plan.keys)
     band = band[..., reach - near : reach + near + 1]
@@ -282,8 +268,8 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) 
 
 windowed = Operation(
     window_sums,
-    cpu=Fast(_in_blocks, None, serves=_serves),
-    cuda=Fast(_in_blocks, None, serves=_serves),
+    cpu=Fast(_in_blocks, None),
+    cuda=Fast(_in_blocks, None, serves=lambda *tensors, **settings: "traced" if symbolic() else ""),
     empty=like_queries,
     path="triangles of products by halving",
     sizes=lambda q, k, v, band, **settings: {"window": band.shape[-1] // 2 + 1},

@@ -1,38 +1,31 @@
-"""AFT-simple over all keys and causal, with hand-written gradients or by kernels; what AFT's fast forms share.
+"""What AFT's fast forms share, and sums over the past, which may decay, in groups of tokens that stand side by side.
 
-``sigmoid(q_i) * sum_j exp(k_j) v_j / sum_j exp(k_j)`` in chunks that stay in cache; the weights are computed again in
-the backward pass. Masked keys are ``scan.FLOOR`` and their values zeros.
+A query reads ``sigmoid(q_t) (sum_{i<t} e^{k_i - (t-1-i) w} v_i + e^{k_t + u} v_t)`` over the same of ones: WKV, and
+with w = u = 0 causal AFT-simple. One log scale serves a call, the largest key of every channel; who calls has seen that
+no denominator underflows. Masked keys are ``scan.FLOOR`` and their values zeros.
 
-A causal chunk has one log scale, the running maximum at its end, as long as no query of it has seen only keys far below
-that: then every denominator is an ordinary number, and plain sums are exact. Any other chunk takes a log scale per
-token (``reference.running``). One row of sums, in float64, is carried from chunk to chunk. Inside a chunk tokens lie in
-groups of ``GROUP``: row t of all groups is contiguous, and prefix sums are ``GROUP`` - 1 additions of such rows, then
-the same over the groups' ends by one cumulative sum.
+Row t of all groups of ``GROUP`` tokens is contiguous: groups are walked once for their sums, then, from the sums before
+each, for what every token reads. Only the sums before the groups are kept, and weights are computed again in the
+backward pass. The gradient of w takes no product of pairs: weights are of degree 0 in numerators and denominators
+together, so that what a decay moves between two tokens is the gradient of the keys before them (``_decay_vjp``).
 """
 
 from __future__ import annotations
 
-import itertools
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fast_attention.engine import masks, operation
-from fast_attention.engine.chunks import RunningSum, chunks_of
+from fast_attention.engine.chunks import chunks_of
+from fast_attention.engine.decay import sums_before
 from fast_attention.engine.numerics import exp_
-from fast_attention.engine.operation import Fast, Operation, Tensors, like_queries
+from fast_attention.engine.operation import Tensors
 from fast_attention.engine.scan import FLOOR
-from fast_attention.gpu import calls, self_check
-from fast_attention.gpu.calls import Chunks
-from fast_attention.gpu.pooling import operations as pooling
-from fast_attention.mechanisms.aft import reference
-from fast_attention.mechanisms.aft.reference import Pool, last_rows
 
 NUMBERS = 1 << 19  # of one operand that are worked on at a time: a few such operands fit the caches
-GROUP = 16
-SHORT = 256  # tokens up to which fewer calls count more than sums side by side
+GROUP, FEW = 16, 4  # tokens of a group, and where there are few
+SHORT = 256  # tokens up to which there are few, and fewer calls count more than sums side by side
 RANGE = 60.0  # the natural logarithm of the smallest sum that a log scale may leave; float32 ends at 87
 
 
@@ -44,7 +37,7 @@ def chunk_length(x: Tensor, multiple: int = 1) -> int:
 
 def log_scale(k: Tensor) -> Tensor:
     """The largest key of every channel (..., 1, D): above every masked one, also where all are masked."""
-    return k.amax(-2, keepdim=True).clamp_(min=FLOOR / 2)
+    return k.detach().amax(-2, keepdim=True).clamp_(min=FLOOR / 2)
 
 
 def smallest(k: Tensor) -> Tensor:
@@ -87,317 +80,148 @@ def gate_vjp(q: Tensor, g: Tensor, out: Tensor, denominators: Tensor, dq: Tensor
     dq.neg_().add_(1.0).mul_(out).mul_(g)
 
 
-def mean_of_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-    """AFT-simple over all visible keys."""
-    k, v = hidden(k, v, key_mask)
-    return q.sigmoid() * reference.mean(reference.pooled(k, reference.with_ones(k, v)).sums, v.shape[-1])
-
-
-def hidden(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys and values, at ``FLOOR`` and zero where masked."""
-    return reference.masked_scores(k, key_mask), masks.drop(v, key_mask)
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, keep: bool
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    (k, v), any_masked = hidden(k, v, key_mask), key_mask is not None
-    scale, size = log_scale(k), chunk_length(k)
-    if size >= k.shape[-2]:
-        e = (k - scale).exp_()
-        denominator = e.sum(-2, keepdim=True)
-        mean = e.mul_(v).sum(-2, keepdim=True)
-    else:
-        mean, denominator = _sums(k, v, scale, size)
-    denominator = safe(denominator, any_masked=any_masked)
-    mean = mean.div_(denominator)
-    if q.shape[-2] <= (size := chunk_length(q)):
-        return q.sigmoid().mul_(mean), (scale, denominator, mean) if keep else ()
-    out = torch.empty_like(q)
-    for at in chunks_of(size, q.shape[-2]):
-        torch.sigmoid(q[..., at, :], out=out[..., at, :]).mul_(mean)
-    return out, (scale, denominator, mean) if keep else ()
-
-
-def _sums(k: Tensor, v: Tensor, scale: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Numerators and denominators."""
-    e = k.new_empty(*k.shape[:-2], size, k.shape[-1])
-    numerator, denominator = RunningSum(), RunningSum()
-    for at in chunks_of(size, k.shape[-2]):
-        weights = exp_(torch.sub(k[..., at, :], scale, out=e[..., : at.stop - at.start, :]))
-        denominator.add(weights)
-        numerator.add(weights.mul_(v[..., at, :]))
-    return numerator.row(k), denominator.row(k)
-
-
-def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Any, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
-) -> Tensors:
-    (q, k, v, key_mask), (scale, denominator, mean), (g,) = inputs, saved, gradients
-    k, v = hidden(k, v, key_mask)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    total = torch.zeros_like(mean, dtype=torch.float64)
-    for at in chunks_of(chunk_length(q), q.shape[-2]):
-        gates, rows = torch.sigmoid(q[..., at, :]), dq[..., at, :]
-        total += torch.mul(gates, g[..., at, :], out=rows).sum(-2, keepdim=True)
-        rows.mul_(mean).mul_(gates.neg_().add_(1.0))  # out = gates * mean
-    factor = total.to(k.dtype) / denominator
-    for at in chunks_of(chunk_length(k), k.shape[-2]):
-        weights = exp_(torch.sub(k[..., at, :], scale, out=dv[..., at, :])).mul_(factor)
-        torch.sub(v[..., at, :], mean, out=dk[..., at, :]).mul_(weights)
-    return dq, masks.drop(dk, key_mask), masks.drop(dv, key_mask), None
-
-
-TOKENS = 64  # of a chunk of packed sequences
-WIDEST = 1 << 16  # channels: any number, which a program takes a few of
-
-
-def gpu_serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
-    """Why kernels cannot compute this call; empty where they can."""
-    why = operation.gpu_unsupported_reason(q, k, v, widest=WIDEST)
-    return why or self_check.unsupported_reason(self_check.pools(), q, v, masked=key_mask is not None)
-
-
-def attend_on_gpu(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor:
-    """Outputs (..., L, C): see ``aft_simple``."""
-    kernel_set = pooling.kernel_set(gated=True)
-    return calls.run(kernel_set, q, k, v, key_mask, is_causal=is_causal)
-
-
-def packed_on_gpu(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], key_mask: Tensor | None) -> Tensor:
-    """Causal outputs of sequences of so many tokens, one behind another."""
-    parts = Chunks.of(lengths, TOKENS, q.device)
-    kernel_set = pooling.kernel_set(gated=True, begins=parts.begins)
-    q, k, v = (parts.spread(x) for x in (q, k, v))
-    return parts.gathered(calls.run(kernel_set, q, k, v, parts.visible(key_mask), is_causal=True))
-
-
-def advance_on_gpu(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Pool | None
-) -> tuple[Tensor, Pool]:  # fmt: skip
-    """Outputs of new tokens behind ``state``, and the pool after them."""
-    first = None if state is None else torch.cat([state.log_scale, state.sums], -1)[..., 0, :]
-    kernel_set = pooling.kernel_set(gated=True)
-    out, last = calls.advance(kernel_set, q, k, v, key_mask, first, decodes=calls.steps(q, k, v, first))
-    return out, Pool(last[..., None, : k.shape[-1]], last[..., None, k.shape[-1] :])
-
-
-noncausal = Operation(
-    mean_of_all,
-    cpu=Fast(
-        _forward, _backward, path="sums over all keys, chunk by chunk", why="every query sees the same keys"
-    ),
-    cuda=Fast(partial(attend_on_gpu, is_causal=False), None, serves=gpu_serves, halves=True),
-    compute=torch.float32,
-    path="sums over all keys",
-)  # fmt: skip
-
-
-class Chunk(NamedTuple):
-    """Tokens, whether one log scale serves them, and the size of the groups in which they are summed."""
+class Groups(NamedTuple):
+    """The tokens of a chunk, in groups of ``size`` side by side, and by how much they decay, where they do."""
 
     at: slice
-    one_scale: bool
-    group: int
+    size: int
+    decays: list[Tensor] | None = None  # of row t of all groups, (..., groups, 2 D) or one that serves all of them
+    over_group: Tensor | None = None  # (..., groups, 2 D)
+    visible: Tensor | None = None  # 1 or 0 (..., groups, size)
 
+    def rows(self, like: Tensor, width: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Memory: row t of all groups (..., groups, width), each contiguous, and the order of the tokens."""
+        count = (self.at.stop - self.at.start) // self.size
+        rows = like.new_empty(self.size, *like.shape[:-2], count, width)
+        return rows.unbind(0), rows.movedim(0, -2)
 
-def chunks(k: Tensor, *, any_masked: bool) -> tuple[list[Chunk], Tensor]:
-    """The chunks, and the log scale at the end of each, (..., 1 + chunks, D), the first one ``FLOOR / 2``."""
-    length = k.shape[-2]
-    size, grouped = chunk_length(k, GROUP), length // GROUP * GROUP
-    ends = sorted({*range(0, grouped, size), grouped, length})
-    keys = [k[..., a:b, :] for a, b in itertools.pairwise(ends)]
-    low = torch.stack([smallest(x) if any_masked else x[..., 0, :] for x in keys], -2)
-    scales = torch.stack([k.new_full(low[..., 0, :].shape, FLOOR / 2), *(x.amax(-2) for x in keys)], -2)
-    scales = scales.cummax(-2).values
-    rise = scales[..., 1:, :] - torch.maximum(scales[..., :-1, :], low)
-    one_scale = (rise <= RANGE).movedim(-2, 0).flatten(1).all(-1).tolist()
-    return [
-        Chunk(slice(a, b), fits, GROUP if b - a >= GROUP else b - a)
-        for (a, b), fits in zip(itertools.pairwise(ends), one_scale, strict=True)
-    ], scales
-
-
-class GroupedSums:
-    """A buffer (group, ..., groups, width), and the same memory in the order of the tokens."""
-
-    def __init__(self, like: Tensor, chunk: Chunk, width: int) -> None:
-        count = (chunk.at.stop - chunk.at.start) // chunk.group
-        self.rows = like.new_empty(chunk.group, *like.shape[:-2], count, width)
-        self.tokens = self.rows.movedim(0, -2)  # (..., groups, group, width)
-
-    def accumulate_(self, carry: Tensor, *, backwards: bool = False) -> Tensor:
-        """Every token becomes the sum of all up to it (or from it) and of ``carry``; the last sum, in float64."""
-        rows = self.rows.unbind(0)
-        rows = rows[::-1] if backwards else rows
-        for one, two in itertools.pairwise(rows):
-            two.add_(one)
-        total = carry + rows[-1].sum(-2, keepdim=True)  # float64 never rounds to the rows' precision on its way
-        carry = carry.to(self.rows.dtype)
-        if self.rows.shape[-2] > 1:
-            ends = rows[-1].flip(-2) if backwards else rows[-1]
-            ends = torch.cat([carry, ends[..., :-1, :]], -2)
-            ends = ends.mT.contiguous().cumsum(-1).mT  # fast along the last axis only
-            carry = ends.flip(-2) if backwards else ends
-        self.rows.add_(carry)
+    def totals(self, rows: tuple[Tensor, ...], *, backwards: bool = False) -> Tensor:
+        """What each group adds up to; where nothing decays, every row becomes the sum of those up to it on the way."""
+        order = range(self.size)[::-1] if backwards else range(self.size)
+        total = rows[order[0]] if self.decays is None else rows[order[0]].clone()
+        for t in order[1:]:
+            if self.decays is None:
+                total = rows[t].add_(total)
+            else:
+                torch.addcmul(rows[t], total, self.decays[t], out=total)
         return total
 
+    def sums(self, rows: tuple[Tensor, ...], carry: Tensor, *, backwards: bool = False) -> Tensor:
+        """The sums before each group and behind the last, ``carry`` being those before the first; ``backwards`` so."""
+        total, over_group = self.totals(rows, backwards=backwards), self.over_group
+        total = total.flip(-2) if backwards else total
+        if over_group is None:  # float64 never rounds to the rows' precision on its way
+            return torch.cat([carry, total.double()], -2).mT.contiguous().cumsum(-1).mT
+        return sums_before(total, over_group.flip(-2) if backwards else over_group, carry)
 
-def _is_short(k: Tensor, key_mask: Tensor | None) -> bool:
-    """Whether all keys (..., S, D) are visible and few, and the first of every channel lies near the largest."""
-    if key_mask is not None or k.shape[-2] > SHORT:
-        return False
-    return bool((k.detach().amax(-2) - k.detach()[..., 0, :]).amax() <= RANGE)
+    def read(
+        self, rows: tuple[Tensor, ...], before: Tensor, gain: Tensor | None, *, backwards: bool = False
+    ) -> None:  # fmt: skip
+        """Every row becomes the sum of those before it in its group, of ``before``, and of ``gain`` times itself.
 
-
-def _short_forward(q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-    scale, terms = log_scale(k), k.new_empty(*k.shape[:-1], 2 * v.shape[-1])
-    weigh(k, v, scale, terms)
-    numerators, denominators = terms.cumsum(-2).split(v.shape[-1], -1)
-    return q.sigmoid().mul_(numerators).div_(denominators), (scale, denominators) if keep else ()
-
-
-def _short_backward(tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    (q, k, v, g, out), (scale, denominators) = tensors, saved
-    dq, d_sums = torch.empty_like(q), g.new_empty(*g.shape[:-1], 2 * v.shape[-1])
-    gate_vjp(q, g, out, denominators, dq, d_sums)
-    d_numerators, d_denominators = d_sums.flip(-2).cumsum(-2).flip(-2).split(v.shape[-1], -1)
-    weights = exp_(k - scale)
-    dk = torch.addcmul(d_denominators, v, d_numerators).mul_(weights)
-    return dq, dk, weights.mul_(d_numerators)
-
-
-def _grouped_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, keep: bool, any_masked: bool
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    cuts, scales = chunks(k, any_masked=any_masked)
-    out, width = torch.empty_like(q), v.shape[-1]
-    carry, carries = k.new_zeros(*k.shape[:-2], 1, 2 * width, dtype=torch.float64), []
-    for i, chunk in enumerate(cuts):
-        carries.append(carry)
-        before, scale = scales[..., i : i + 1, :], scales[..., i + 1 : i + 2, :]
-        tokens = [x[..., chunk.at, :] for x in (q, k, v)]
-        if not chunk.one_scale:
-            out[..., chunk.at, :], carry = _token_by_token(*tokens, carry=carry.to(k.dtype), scale=before)
-            continue
-        queries, keys, values, rows = (x.unflatten(-2, (-1, chunk.group)) for x in (*tokens, out[..., chunk.at, :]))
-        sums = GroupedSums(k, chunk, 2 * width)
-        weigh(keys, values, scale[..., None, :], sums.tokens)
-        carry = sums.accumulate_(carry * _decay(before, scale))
-        gate(queries, sums.tokens, rows, any_masked=any_masked)
-    return out, (scales, torch.cat(carries, -2)) if keep else ()
+        Where nothing decays, ``before`` is added to the sums that ``totals`` made.
+        """
+        total = before.to(rows[0].dtype, copy=True, memory_format=torch.contiguous_format)
+        if self.decays is None or gain is None:
+            for row in rows:
+                row.add_(total)
+            return
+        other, gain = torch.empty_like(total), gain.expand_as(total).contiguous()
+        for t in range(self.size)[::-1] if backwards else range(self.size):
+            torch.addcmul(rows[t], total, self.decays[t][..., : total.shape[-1]], out=other)
+            torch.addcmul(total, rows[t], gain, out=rows[t])
+            total, other = other, total
 
 
-def _grouped_backward(
-    tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...], *, any_masked: bool
-) -> tuple[Tensor, ...]:
-    """Gradients of queries, keys and values; ``tensors`` are these, the gradient of the outputs, and the outputs."""
-    scales, carries = saved
-    d_inputs = [torch.empty_like(x) for x in tensors[:3]]
-    d_carry = torch.zeros_like(carries[..., :1, :])  # the gradient of the sums at the end of the chunk
-    for i, chunk in reversed(list(enumerate(chunks(tensors[1], any_masked=any_masked)[0]))):
-        before, scale, carry = scales[..., i : i + 1, :], scales[..., i + 1 : i + 2, :], carries[..., i : i + 1, :]
-        tokens = [x[..., chunk.at, :] for x in (*tensors, *d_inputs)]
-        if chunk.one_scale:
-            decay = _decay(before, scale)
-            tokens = [x.unflatten(-2, (-1, chunk.group)) for x in tokens]
-            d_carry = _chunk_vjp(tokens, chunk, carry * decay, d_carry, scale, any_masked=any_masked) * decay
+def groups_of(k: Tensor, decay: Tensor | None, mask: Tensor | None) -> list[Groups]:
+    """The chunks of all tokens."""
+    length, most = k.shape[-2], GROUP if k.shape[-2] > SHORT else FEW
+    size, grouped = chunk_length(k, most), length // most * most
+    places = [*chunks_of(size, grouped), *([slice(grouped, length)] if grouped < length else [])]
+    if decay is None:
+        return [Groups(at, min(most, at.stop - at.start)) for at in places]
+    logs, cuts = -torch.cat([decay, decay], -1), list[Groups]()
+    for at in places:
+        group = min(most, at.stop - at.start)
+        sizes = *k.shape[:-2], (at.stop - at.start) // group, logs.shape[-1]
+        if mask is not None:
+            visible = mask[..., at].unflatten(-1, (-1, group)).to(k.dtype)
+            decays = [(one[..., None] * logs).exp().expand(sizes) for one in visible.unbind(-1)]
+            cuts.append(Groups(at, group, decays, (visible.sum(-1)[..., None] * logs).exp().expand(sizes), visible))
+        elif cuts and cuts[-1].size == group and cuts[-1].decays and cuts[-1].decays[0].shape == sizes:
+            cuts.append(cuts[-1]._replace(at=at))
         else:
-            *rows, d_carry = _token_by_token_vjp(tokens[:4], carry, before, d_carry)
-            for x, row in zip(tokens[5:], rows, strict=True):
-                x.copy_(row)
-    return tuple(d_inputs)
+            decays = [logs.exp().expand(sizes).contiguous()] * group
+            cuts.append(Groups(at, group, decays, (group * logs).exp().expand(sizes), k.new_ones(sizes[-2], group)))
+    return cuts
 
 
-def _decay(before: Tensor, scale: Tensor) -> Tensor:
-    """Factor that brings numerators and denominators from one log scale to a later one."""
-    return torch.cat([(before - scale).exp()] * 2, -1)
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, bonus: Tensor | None, mask: Tensor | None, scale: Tensor,
+    *, keep: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """What queries read, and the sums before every group; ``decay`` w and ``bonus`` u are (heads, 1, D) or None."""
+    width, out, saved = v.shape[-1], torch.empty_like(q), list[Tensor]()
+    carry = k.new_zeros(*k.shape[:-2], 1, 2 * width, dtype=torch.float64 if decay is None else k.dtype)
+    gain = None if bonus is None else torch.cat([bonus, bonus], -1).exp()
+    for groups in groups_of(k, decay, mask):
+        rows, tokens = groups.rows(k, 2 * width)
+        queries, keys, values, results = (x[..., groups.at, :].unflatten(-2, (-1, groups.size)) for x in (q, k, v, out))
+        weigh(keys, values, scale[..., None, :], tokens)
+        sums = groups.sums(rows, carry)
+        before, carry = sums[..., :-1, :].to(k.dtype), sums[..., -1:, :]
+        groups.read(rows, before, gain)
+        gate(queries, tokens, results, any_masked=mask is not None)
+        saved.append(before)
+    return out, (torch.cat(saved, -2),) if keep else ()
 
 
-def _chunk_vjp(
-    tokens: list[Tensor], chunk: Chunk, carry: Tensor, d_carry: Tensor, scale: Tensor, *, any_masked: bool
-) -> Tensor:
-    """Fill the gradients of one chunk with one log scale; returns the gradient of the sums in front of it."""
-    q, k, v, g, out, dq, dk, dv = tokens
-    width = v.shape[-1]
-    denominators, d_sums = GroupedSums(scale, chunk, width), GroupedSums(scale, chunk, 2 * width)
-    exp_(torch.sub(k, scale[..., None, :], out=dv))
-    denominators.tokens.copy_(dv)
-    denominators.accumulate_(carry[..., width:])
-    gate_vjp(q, g, out, safe(denominators.tokens, any_masked=any_masked), dq, d_sums.tokens)
-    d_carry = d_sums.accumulate_(d_carry, backwards=True)
-    weigh_vjp(v, dv, d_sums.tokens, dk, dv)
-    return d_carry
-
-
-def _token_by_token(q: Tensor, k: Tensor, v: Tensor, carry: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A chunk's outputs, and the sums at its end, with a log scale per token."""
-    rows = reference.running(*reference.prepended(Pool(scale, carry), k, reference.with_ones(k, v)))
-    return q.sigmoid() * reference.mean(rows.sums[..., 1:, :], v.shape[-1]), rows.sums[..., -1:, :]
-
-
-def _token_by_token_vjp(tokens: list[Tensor], carry: Tensor, scale: Tensor, d_carry: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of queries, keys, values and the sums in front of the chunk."""
-    q, k, v, g = tokens
-    with torch.enable_grad():
-        q, k, v, carry = leaves = [x.detach().requires_grad_() for x in (q, k, v, carry.to(k.dtype))]
-        results = _token_by_token(q, k, v, carry, scale)
-        *gradients, before = torch.autograd.grad(results, leaves, (g, d_carry.to(k.dtype)))
-    return *gradients, before.double()
-
-
-def running_means(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Causal AFT-simple for queries that end where the keys end; zeros before the first key."""
-    queries, (k, v) = last_rows(q, k.shape[-2]), hidden(k, v, key_mask)
-    means = reference.mean(reference.running(k, reference.with_ones(k, v)).sums, v.shape[-1])
-    return last_rows(queries.sigmoid() * means, q.shape[-2])
-
-
-def _causal_forward(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, keep: bool
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    queries, (k, v) = last_rows(q, k.shape[-2]), hidden(k, v, key_mask)
-    if _is_short(k, key_mask):
-        out, saved = _short_forward(queries, k, v, keep=keep)
-    else:
-        out, saved = _grouped_forward(queries, k, v, keep=keep, any_masked=key_mask is not None)
-    return last_rows(out, q.shape[-2]), saved
-
-
-def _causal_backward(
+def backward(
     inputs: tuple[Any, ...], outputs: tuple[Any, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> Tensors:
-    q, k, v, key_mask = inputs
-    queries, grad, out = (last_rows(x, k.shape[-2]) for x in (q, *gradients, *outputs))
-    tensors = queries, *hidden(k, v, key_mask), grad, out
-    if saved[0].shape[-2] == 1:  # one log scale
-        dq, dk, dv = _short_backward(tensors, saved)
-    else:
-        dq, dk, dv = _grouped_backward(tensors, saved, any_masked=key_mask is not None)
-    return last_rows(dq, q.shape[-2]), masks.drop(dk, key_mask), masks.drop(dv, key_mask), None
+    """The gradients of queries, keys, values, decay and bonus."""
+    (q, k, v, decay, bonus, mask, scale), (sums,) = inputs, saved
+    d_inputs, width, last = [torch.empty_like(x) for x in (q, k, v)], v.shape[-1], sums.shape[-2]
+    d_carry = torch.zeros_like(sums[..., :1, :], dtype=torch.float64 if decay is None else None)
+    gain = None if bonus is None else bonus.exp()
+    d_decay, d_bonus = (torch.zeros_like(scale, dtype=torch.float64) for _ in range(2))
+    for groups in reversed(groups_of(k, decay, mask)):
+        chunk = (x[..., groups.at, :] for x in (q, k, v, *gradients, *outputs, *d_inputs))
+        queries, keys, values, g, out, dq, dk, dv = (x.unflatten(-2, (-1, groups.size)) for x in chunk)
+        first = last - queries.shape[-3]
+        before, last = sums[..., first:last, :], first
+        denominators, in_order = groups.rows(k, width)
+        weights = exp_(torch.sub(keys, scale[..., None, :], out=dv))
+        in_order.copy_(weights)
+        if gain is None:
+            groups.totals(denominators)
+        groups.read(denominators, before[..., width:], gain)
+        d_rows, d_terms = groups.rows(k, 2 * width)
+        gate_vjp(queries, g, out, safe(in_order, any_masked=mask is not None), dq, d_terms)
+        if gain is not None:
+            products = torch.addcmul(d_terms[..., width:], d_terms[..., :width], values, out=dk).mul_(weights)
+            d_gain = products.flatten(-3, -2).sum(-2, keepdim=True) * gain
+            d_bonus += d_gain
+            d_decay -= d_gain
+        later = groups.sums(d_rows, d_carry, backwards=True)
+        both = None if gain is None else torch.cat([gain, gain], -1)
+        groups.read(d_rows, later[..., :-1, :].flip(-2), both, backwards=True)
+        weigh_vjp(values, weights, d_terms, dk, dv)
+        if decay is not None:
+            d_decay -= _decay_vjp(dk, groups, later[..., 1:, :].flip(-2) * before)
+        d_carry = later[..., -1:, :]
+    if decay is None:
+        return *d_inputs, None, None, None, None
+    learned = (x.sum_to_size(decay.shape).to(decay.dtype) for x in (d_decay, d_bonus))
+    return *d_inputs, *learned, None, None
 
 
-def _causal_path(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
-    if _is_short(k, key_mask):
-        return "one cumulative sum in one log scale"
-    return "prefix sums over groups of tokens side by side"
+def _decay_vjp(dk: Tensor, groups: Groups, products: Tensor) -> Tensor:
+    """Gradient of the decay from the sums before the tokens of a chunk, added up over its visible tokens.
 
-
-def _causal_why(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
-    return "causal, few tokens, and no key far above the first" if _is_short(k, key_mask) else "causal"
-
-
-causal = Operation(
-    running_means,
-    cpu=Fast(
-        _causal_forward,
-        _causal_backward,
-        path=_causal_path,
-        why=_causal_why,
-        sizes=lambda q, k, v, key_mask: {} if _is_short(k, key_mask) else {"group": GROUP},
-    ),
-    cuda=Fast(partial(attend_on_gpu, is_causal=True), None, serves=gpu_serves, halves=True),
-    compute=torch.float32,
-    empty=like_queries,
-    path="running sums with a log scale for every token",
-)
+    ``products`` (..., groups, 2 D) is that before each group. A token changes it by the gradient of its key.
+    """
+    assert groups.visible is not None
+    later = groups.visible.flip(-1).cumsum(-1).flip(-1) - groups.visible  # the visible tokens of a group behind each
+    starts = groups.visible.sum(-1)[..., None, :] @ sum(products.split(dk.shape[-1], -1))
+    return starts + later.flatten(-2)[..., None, :] @ dk.flatten(-3, -2)
