@@ -3,10 +3,10 @@
 from tests.faults.fault import ORACLE, Fault
 
 FAULTS = [
-    Fault("the sorted form forgets what lies above", "mechanisms/log_manhattan/sorting.py", ".sub_(count[..., -1:] / 2)",
+    Fault("the sorted form forgets what lies above", "mechanisms/log_manhattan/sorting.py", " - count[..., -1:]",
           "", ORACLE + "Manhattan"),
-    Fault("the slope of the sorted form takes the values' part alone", "mechanisms/log_manhattan/sorting.py",
-          "slope.addcmul_(xo, d_slope)", "slope", "tests/engine/test_chunks.py -k sorted"),
+    Fault("sums stay in sorted order", "mechanisms/log_manhattan/sorting.py", "torch.zeros_like(y).scatter(-1, order, y)", "y",
+          ORACLE + "Manhattan"),
     Fault("log attention forgets that keys have gradients of their scores too", "mechanisms/log_manhattan/log_attention.py",
           ".add_(d_scores)", "", "tests/engine/test_chunks.py -k plain"),
     Fault("Manhattan's causal values forget the l of the queries", "mechanisms/log_manhattan/manhattan.py",

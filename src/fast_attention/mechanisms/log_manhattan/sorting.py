@@ -4,27 +4,20 @@ In ascending order of l the absolute value falls apart into what lies before and
 tokens what n^2 differences would. Order statistics have no state of constant size, so causal sums divide and conquer:
 every right half of a block reads its left half, blocks of 2, 4, 8 ... tokens. Gradients are those of the sums, with the
 order held fixed (a subgradient where two l are equal).
-
-Sums over all pairs by sorting, tokens along the last axis: forward and backward pass of ``sorting.py``.
-
-Both sums are symmetric in the two tokens, so that values get from the gradients g what tokens get from the values. A
-sorted order gives ``y`` and the slope ``s`` with ``dy_i / dl_i = s_i``, and the gradient of l is ``g s(x) + x s(g)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fast_attention.engine.blocks import join, split
-from fast_attention.engine.decay import decayed_sums, spread
-from fast_attention.engine.operation import Fast, Operation, always
-from fast_attention.engine.scan import prefix_sums
+from fast_attention.engine.decay import decayed_sums
+from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.log_manhattan import reference
 
 Sums = Callable[[Tensor, Tensor], Tensor]
@@ -32,20 +25,33 @@ Distance = Literal["signed", "l1", "laplacian"]
 
 
 def absolute(
-    l: Float[Tensor, "*batch length #weights"], x: Float[Tensor, "*batch length width"]
-) -> Float[Tensor, "*batch length width"]:
+    l: Float[Tensor, "*batch 1 weights length"], x: Float[Tensor, "*batch times weights length"]
+) -> Float[Tensor, "*batch times weights length"]:
     """``y_i = sum_j |l_j - l_i| x_j`` for ascending l: ``l_i (2 P_i - P_n) + R_n - 2 R_i``, P and R sum x and l x."""
-    middle = l.shape[-2] // 2
-    wide = spread(l - l[..., middle : middle + 1, :].detach(), x.shape[-1])  # large l would cancel
-    count, first_moment = prefix_sums(x), prefix_sums(wide * x)
-    return wide * (2 * count - count[..., -1:, :]) + first_moment[..., -1:, :] - 2 * first_moment
+    middle = l.shape[-1] // 2
+    l = l - l[..., middle : middle + 1].detach()  # large l would cancel
+    count, first_moment = x.cumsum(-1), (l * x).cumsum(-1)
+    return l * (2 * count - count[..., -1:]) + first_moment[..., -1:] - 2 * first_moment
 
 
 def laplacian(
-    l: Float[Tensor, "*batch length #weights"], x: Float[Tensor, "*batch length width"]
-) -> Float[Tensor, "*batch length width"]:
+    l: Float[Tensor, "*batch 1 weights length"], x: Float[Tensor, "*batch times weights length"]
+) -> Float[Tensor, "*batch times weights length"]:
     """``y_i = sum_j exp(-|l_j - l_i|) x_j`` for ascending l: a decayed sum from below and one from above."""
-    return decayed_sums(x, l) + decayed_sums(x.flip(-2), -l.flip(-2)).flip(-2) - x
+    if traced() or not _one_scale_is_enough(l):
+        return wide_laplacian(l, x)
+    e = (l - (l[..., :1] + l[..., -1:]).detach() / 2).exp()
+    return (e * x).cumsum(-1) / e + (x / e).flip(-1).cumsum(-1).flip(-1) * e - x
+
+
+def wide_laplacian(
+    l: Float[Tensor, "*batch 1 weights length"], x: Float[Tensor, "*batch times weights length"]
+) -> Float[Tensor, "*batch times weights length"]:
+    """``laplacian`` with a running log scale, whatever the l are."""
+    times = x.shape[-3]
+    l, x = (y.flatten(-3, -2).mT.contiguous() for y in (l, x))
+    y = decayed_sums(x, l) + decayed_sums(x.flip(-2), -l.flip(-2)).flip(-2) - x
+    return y.mT.unflatten(-2, (times, -1))
 
 
 SUMS: dict[Distance, Sums | None] = {"signed": None, "l1": absolute, "laplacian": laplacian}
@@ -109,127 +115,29 @@ def pair_sums(
     return signed[..., -l.shape[-2] :, :], out
 
 
-def _over_all(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
-    return (_ABSOLUTE if sums is absolute else _LAPLACIAN)(l, x)
-
-
-NUMBERS = 1 << 18  # sorted at a time
 RANGE = {torch.float32: 60.0, torch.float64: 500.0}  # of l, within which exp(l) / exp(l') is as good as exp(l - l')
 
-Kind = Literal["absolute", "laplacian"]
-Pair = tuple[Tensor, Tensor]
 
-
-def one_scale_is_enough(l: Tensor) -> bool:
+def _one_scale_is_enough(l: Tensor) -> bool:
     """Whether the l lie so close together that their exponentials need no log scale."""
     low, high = l.detach().aminmax()
     return bool(high - low < RANGE.get(l.dtype, 0.0))
 
 
-def sorted_forward(l: Tensor, x: Tensor, *, keep: bool, kind: Kind) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The sums; kept: the order of every channel's tokens."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    views, orders, sums = (_rows(l, l), _rows(x, l), _rows(out, l)), [], _sums(kind)
-    for group in _groups(views[0]):
-        ls, xs, os = (view[group] for view in views)
-        ordered, order = ls.contiguous().sort(-1)
-        _scatter(os, order, sums(ordered, _gather(xs, order))[0])
-        if keep:
-            orders.append(order)
-    return out, tuple(orders)
-
-
-def sorted_backward(
-    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
-    *, kind: Kind,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The gradients of l and x."""
-    l, x = inputs
-    dl, dx = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (l, x))
-    views, sums = tuple(_rows(y, l) for y in (l, x, gradients[0], dl, dx)), _sums(kind)
-    for group, order in zip(_groups(views[0]), saved, strict=True):
-        ls, xs, gs, dls, dxs = (view[group] for view in views)
-        ordered, xo, go = (_gather(y, order) for y in (ls, xs, gs))
-        slope = sums(ordered, xo)[1].mul_(go)
-        y, d_slope = sums(ordered, go)
-        _scatter(dls, order, slope.addcmul_(xo, d_slope).sum(-3, keepdim=True))
-        _scatter(dxs, order, y)
-    return dl, dx
-
-
-def _fast_absolute(l: Tensor, x: Tensor) -> Pair:
-    """``sum_j |l_j - l_i| x_j`` and ``sum_j sign(l_i - l_j) x_j`` along ascending l."""
-    middle = l.shape[-1] // 2
-    l = l - l[..., middle : middle + 1]  # large l would cancel
-    count, first_moment = x.cumsum(-1), (l * x).cumsum_(-1)
-    slope = count.mul_(2.0).sub_(count[..., -1:] / 2)
-    y = (slope * l).add_(first_moment[..., -1:]).sub_(first_moment, alpha=2.0)
-    return y, slope.sub_(x)
-
-
-def _fast_laplacian(l: Tensor, x: Tensor) -> Pair:
-    """``sum_j exp(-|l_j - l_i|) x_j`` and ``sum_j sign(l_j - l_i) exp(-|l_j - l_i|) x_j`` along ascending l."""
-    e = (l - (l[..., :1] + l[..., -1:]) / 2).exp_()
-    lower = (e * x).cumsum_(-1).div_(e)
-    upper = (x / e).flip(-1).cumsum_(-1).flip(-1).mul_(e)
-    return (lower + upper).sub_(x), upper.sub_(lower)
-
-
-def _sums(kind: Kind) -> Callable[[Tensor, Tensor], Pair]:
-    return _fast_absolute if kind == "absolute" else _fast_laplacian
-
-
-def _rows(x: Tensor, l: Tensor) -> Tensor:
-    """(..., L, E) -> (all the batch, E / channels of l, channels of l, L)."""
-    return x.reshape(-1, *x.shape[-2:]).mT.unflatten(-2, (-1, l.shape[-1]))
-
-
-def _groups(l: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Groups of as many sequences, or channels of one, as fit a core's cache."""
-    batch, _, channels, length = l.shape
-    rows = max(NUMBERS // max(length, 1), 1)
-    sequences, width = max(rows // channels, 1), min(rows, channels)
-    for start in range(0, batch, sequences):
-        for first in range(0, channels, width):
-            yield slice(start, start + sequences), slice(None), slice(first, first + width)
-
-
-def _gather(x: Tensor, order: Tensor) -> Tensor:
-    return x.contiguous().gather(-1, order.expand(x.shape))
-
-
-def _scatter(out: Tensor, order: Tensor, y: Tensor) -> None:
-    out.copy_(torch.empty_like(y).scatter_(-1, order.expand(y.shape), y))
-
-
-def _far_apart(l: Tensor, x: Tensor) -> str:
-    """Why there is no closed form; empty where there is one."""
-    return "" if one_scale_is_enough(l) else "log keys so far apart that sums need a running log scale"
-
-
-def _plain(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
-    order = l.detach().argsort(-2)
-    back = spread(order.argsort(-2), x.shape[-1]).expand(x.shape)
-    there = spread(order, x.shape[-1]).expand(x.shape)
-    return sums(l.gather(-2, order), x.gather(-2, there)).gather(-2, back)
-
-
-def _operation(sums: Sums, kind: Kind, serves: Callable[..., str] = always) -> Operation:
-    fast = Fast(
-        partial(sorted_forward, kind=kind), partial(sorted_backward, kind=kind), even=2,
-        path="one sort of each channel, sums along it, scattered back", why="closed form in sorted order",
-        serves=serves,
-    )  # fmt: skip
-    return Operation(partial(_plain, sums=sums), cpu=fast, path="sorted and sorted back")
-
-
-_ABSOLUTE, _LAPLACIAN = _operation(absolute, "absolute"), _operation(laplacian, "laplacian", serves=_far_apart)
+def _over_all(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
+    """One sort of each channel, sums along it, scattered back."""
+    channels = l.shape[-1]
+    l, x = (y.mT.contiguous().unflatten(-2, (-1, channels)) for y in (l, x))
+    ordered, order = l.sort(-1)
+    order = order.expand(x.shape)
+    y = sums(ordered, x.gather(-1, order))
+    return torch.zeros_like(y).scatter(-1, order, y).flatten(-3, -2).mT
 
 
 def _over_past(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
     """Time O(n log^2 n), memory O(n) for each of log n rounds."""
     length, size = x.shape[-2], 1
-    y = sums(l[..., None, :], x[..., None, :])[..., 0, :]
+    y = x if sums is laplacian else torch.zeros_like(x)  # every token over itself
     while size < length:
         size *= 2
         y = y + join(_from_left(split(l, size), split(x, size), sums), length)
@@ -245,5 +153,5 @@ def _over_others(l: Tensor, x: Tensor, queries: Tensor, sums: Sums) -> Tensor:
 def _from_left(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
     """In every block, what the right half sums over the left half; zeros in the left half."""
     right = torch.arange(l.shape[-2], device=l.device)[:, None] >= l.shape[-2] // 2
-    halves = _over_all if sums is absolute else _plain  # no path chosen by tokens yet to come
-    return halves(l, x.masked_fill(right, 0.0), sums).masked_fill(~right, 0.0)
+    sums = wide_laplacian if sums is laplacian else sums  # no path chosen by tokens yet to come
+    return _over_all(l, x.masked_fill(right, 0.0), sums).masked_fill(~right, 0.0)
