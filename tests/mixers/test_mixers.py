@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from fast_attention import GMLP, Bound, FNet, MLPMixer, Shape, Unsupported
 from fast_attention.functional import fourier_mix, gated_mlp, token_mlp
-from fast_attention.mechanisms.mixers import fnet
 from fast_attention.mechanisms.mixers.fast import affine, lower
 from fast_attention.mechanisms.mixers.gmlp import spatial_weights
 from fast_attention.mechanisms.mixers.mlp_mixer import TokenMLP
@@ -109,12 +108,8 @@ def test_fnet_takes_the_real_part_last(device: torch.device) -> None:
 
 @pytest.mark.parametrize(("length", "width"), [(1031, 33), (512, 64), (257, 130), (4096, 8)])
 @pytest.mark.parametrize("norm", ["backward", "ortho"])
-@pytest.mark.parametrize("small", [0, fnet.SMALL])
-def test_fnet_of_a_long_sequence_is_torchs_fft2_forth_and_back(
-    length: int, width: int, norm: Any, small: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the order in memory that long sequences take and as short ones do, also transposed, and its gradient twice."""
-    monkeypatch.setattr(fnet, "SMALL", small)
+def test_fnet_of_a_long_sequence_is_torchs_fft2_forth_and_back(length: int, width: int, norm: Any) -> None:
+    """Also transposed, and its gradient, once and twice."""
     for x in (tokens(length, width), tokens(width, length).mT):
         x.requires_grad_()
         y, slope = fourier_mix(x, norm=norm), torch.randn(x.shape, dtype=x.dtype, requires_grad=True)
@@ -122,6 +117,8 @@ def test_fnet_of_a_long_sequence_is_torchs_fft2_forth_and_back(
         close(y, expected, 1e-10)
         (ours,), (theirs,) = (torch.autograd.grad(z, x, slope, create_graph=True) for z in (y, expected))
         close(ours, theirs, 1e-10)
+        (once,) = torch.autograd.grad(fourier_mix(x, norm=norm), x, slope)
+        close(once, theirs, 1e-10)
         (again,) = torch.autograd.grad(ours, slope, x)
         close(again, expected, 1e-10)
     low = tokens(length, width, dtype=torch.float32)

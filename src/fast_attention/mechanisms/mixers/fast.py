@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fast_attention.engine import trace
+from fast_attention.engine import operation, trace
 from fast_attention.engine.heads import short
 from fast_attention.engine.operation import Fast, Operation
 
@@ -23,35 +23,12 @@ def affine(
     One product for each sequence, so that W has no gradient per sequence to be summed; short sequences are one call.
     """
     trace.record("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
-    return (_affine_plain if short(x[..., None, :, :]) else _AFFINE)(W, x, b)
-
-
-def _affine_plain(W: Tensor, x: Tensor, b: Tensor) -> Tensor:
     flat = x.reshape(-1, *x.shape[-2:])
-    out = torch.baddbmm(b[:, None], W.expand(flat.shape[0], -1, -1), flat)
+    if operation.unsupported_reason(W, x) or short(x[..., None, :, :]):
+        out = torch.baddbmm(b[:, None], W.expand(flat.shape[0], -1, -1), flat)
+    else:
+        out = torch.stack([torch.addmm(b[:, None], W, tokens) for tokens in flat])
     return out.reshape(*x.shape[:-2], *out.shape[-2:])
-
-
-def _affine_forward(W: Tensor, x: Tensor, b: Tensor, *, keep: bool) -> tuple[Tensor, tuple[()]]:
-    out = x.new_empty(*x.shape[:-2], W.shape[0], x.shape[-1])
-    for tokens, rows in zip(_sequences(x), _sequences(out), strict=True):
-        torch.addmm(b[:, None], W, tokens, out=rows)
-    return out, ()
-
-
-def _affine_backward(
-    inputs: tuple[Any, ...], outputs: Any, saved: Any, gradients: tuple[Tensor, ...]
-) -> tuple[Tensor | None, ...]:
-    W, x, b = inputs
-    grads = _sequences(gradients[0])
-    dW = W.new_empty(W.shape)
-    dx = x.new_empty(x.shape) if x.requires_grad else None
-    for i, (tokens, grad) in enumerate(zip(_sequences(x), grads, strict=True)):
-        if W.requires_grad:
-            torch.addmm(dW, grad, tokens.mT, beta=float(i > 0), out=dW)
-    for d_tokens, grad in zip([] if dx is None else _sequences(dx), grads, strict=False):
-        torch.mm(W.mT, grad, out=d_tokens)
-    return dW if W.requires_grad else None, dx, gradients[0].sum(-1).reshape(-1, len(b)).sum(0)
 
 
 def triangle(
@@ -112,4 +89,3 @@ lower = Operation(
     ),
     path="the whole triangle in one product",
 )  # fmt: skip
-_AFFINE = Operation(_affine_plain, cpu=Fast(_affine_forward, _affine_backward))

@@ -15,7 +15,6 @@ from fast_attention.traits import FOURIER
 from fast_attention.value import one_of
 
 Norm = Literal["backward", "ortho"]
-SMALL = 1 << 17  # numbers in a sequence up to which two whole FFTs, which threads share, beat half of one and copies
 
 
 def fourier_mix(
@@ -30,63 +29,36 @@ def fourier_mix(
     return _mixed(x, ortho=norm == "ortho")
 
 
-def _norm(ortho: bool) -> str:
-    return "ortho" if ortho else "backward"
-
-
-def _short(x: Tensor) -> bool:
-    """Whether fewer operations save more time than fewer numbers."""
-    return x.shape[-2] * x.shape[-1] <= SMALL
-
-
 def half_spectrum(x: Tensor, *, ortho: bool) -> Tensor:
     """Half of the spectrum over tokens, and the other half mirrored."""
-    norm = _norm(ortho)
+    norm = "ortho" if ortho else "backward"
     half = torch.fft.fft(torch.fft.rfft(x, dim=-1, norm=norm), dim=-2, norm=norm).real
     mirrored = half[..., 1 : (x.shape[-1] + 1) // 2].flip(-2, -1).roll(1, -2)
     return torch.cat([half, mirrored], -1)
 
 
 def _forward(x: Tensor, *, ortho: bool, keep: bool) -> tuple[Tensor, tuple[()]]:
-    """Transform channels and tokens; on a CPU sequence by sequence, as it transposes and flips whole matrices fast."""
-    (length, width), norm = x.shape[-2:], _norm(ortho)
-    if _short(x):
-        return torch.fft.fft(torch.fft.fft(x, dim=-1, norm=norm), dim=-2, norm=norm).real, ()
-    out, half, end = torch.empty_like(x, memory_format=torch.contiguous_format), width // 2 + 1, (width + 1) // 2
-    for tokens, mixed in zip(x.reshape(-1, length, width), out.view(-1, length, width), strict=True):
-        columns = torch.fft.fft(torch.fft.rfft(tokens, dim=-1, norm=norm), dim=-2, norm=norm).mT  # as the FFT leaves it
-        rows = columns.real.contiguous().mT.contiguous()
-        mixed[:, :half] = rows
-        mixed[0, half:] = rows[0, 1:end].flip(-1)
-        mixed[1:, half:] = rows[1:, 1:end].flip(-2, -1)
-    return out, ()
+    return half_spectrum(x, ortho=ortho), ()
 
 
 def _backward(inputs: Any, outputs: Any, saved: Any, gradients: tuple[Tensor, ...], *, ortho: bool) -> tuple[Tensor]:
     """Transform the gradient: the matrix cos(2 pi (m l / n + h k / d)) is symmetric."""
-    return (_forward(gradients[0], ortho=ortho, keep=False)[0],)
+    return (half_spectrum(gradients[0], ortho=ortho),)
 
 
-def _path(x: Tensor, *, ortho: bool) -> str:
-    return "FFT over channels and tokens" if _short(x) else "rfft over channels, FFT over tokens"
+def _sizes(x: Tensor, *, ortho: bool) -> dict[str, int]:
+    return {"columns": x.shape[-1] // 2 + 1}
 
 
-def _why(x: Tensor, *, ortho: bool) -> str:
-    short = "short: fewer steps save more than half of the spectrum"
-    return short if _short(x) else "half of the spectrum mirrors the other"
-
-
+PATH = "rfft over channels, FFT over tokens"
 _mixed = Operation(
     half_spectrum,
-    cpu=Fast(
-        _forward, _backward, path=_path, why=_why,
-        sizes=lambda x, **settings: {} if _short(x) else {"columns": x.shape[-1] // 2 + 1},
-    ),
+    cpu=Fast(_forward, _backward, path=PATH, why="half of the spectrum mirrors the other", sizes=_sizes),
     compute=torch.float32,
     empty=lambda x, *, ortho: torch.empty_like(x, memory_format=torch.contiguous_format),
-    path="rfft over channels, FFT over tokens",
-    sizes=lambda x, **settings: {"columns": x.shape[-1] // 2 + 1},
-)  # fmt: skip
+    path=PATH,
+    sizes=_sizes,
+)
 
 
 @dataclass(frozen=True, repr=False)
