@@ -68,7 +68,7 @@ FAULTS = [
           'traits.memory in ("constant", "window")', f"{LENGTH} -k any_split"),
     Fault("calibration leaves the long mechanism out", BY_LENGTH,
           "part.mechanism.calibrated(q, k, part.w, key_mask=key_mask)", "part.w", f"{LENGTH} -k weights_are"),
-    Fault("a short step goes on beyond its length", BY_LENGTH, "if count > above or not isinstance", "if not isinstance",
+    Fault("a short step goes on beyond its length", BY_LENGTH, "if count > self.above or not isinstance", "if not isinstance",
           "tests/integrations/test_exact_up_to.py -k short_steps"),
     Fault("short steps see later tokens of their own", BY_LENGTH, "is_causal=q.shape[-2] > 1)", "is_causal=False)",
           "tests/integrations/test_exact_up_to.py -k short_steps"),

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -62,50 +62,6 @@ class Part(NamedTuple):
         if not traits.cross or traits.needs_max_len:  # weights of a longest sequence count from the first query
             return self(q, k, v, is_causal=True, key_mask=key_mask)[..., first:, :]
         return self(q[..., first:, :], k, v, is_causal=True, key_mask=key_mask)
-
-
-def _attend_rows(
-    q: Float[Tensor, "*batch length width"],
-    k: Float[Tensor, "*batch keys width_of_keys"],
-    v: Float[Tensor, "*batch keys values"],
-    key_mask: Bool[Tensor, "*#batch2 keys"] | None,
-    short: Part,
-    long: Part,
-    *,
-    above: int,
-    is_causal: bool,
-) -> Float[Tensor, "*batch length values"]:
-    """Row i of ``short`` where query i may see at most ``above`` keys, of ``long`` elsewhere."""
-    if exporting() or (key_mask is not None and k.shape[-2] > above and traced()):
-        trace.record("both, and of each row one", "traced: numbers of visible keys are not known", above=above)
-        return _all_rows(q, k, v, key_mask, short, long, above=above, is_causal=is_causal)
-    if k.shape[-2] <= above:
-        trace.record(short.mechanism.expression, FEW, above=above)
-        return covered(q, k, v, key_mask, short, is_causal=is_causal)
-    before = k.shape[-2] - q.shape[-2]
-    if key_mask is None and (not is_causal or before >= above):
-        trace.record(long.mechanism.expression, "every query sees more keys than above", above=above)
-        return long(q, k, v, is_causal=is_causal, key_mask=None)
-    if key_mask is None:
-        path = f"{short.mechanism.expression}, then {long.mechanism.expression}"
-        trace.record(path, "causal: by the query's position", above=above)
-        number = above - before
-        early = short(q[..., :number, :], k[..., :above, :], v[..., :above, :], is_causal=True, key_mask=None)
-        return torch.cat([early, long.last(q, k, v, None, number)], -2)
-    few = (key_mask.sum(-1) <= above).expand(*q.shape[:-3], 1).flatten()
-    if bool(few.all()):
-        return short(q, k, v, is_causal=is_causal, key_mask=key_mask)
-    if not bool(few.any()):
-        return _long(q, k, v, key_mask, short, long, above=above, is_causal=is_causal)
-    trace.record("sequences apart by their visible keys", "some are short", short=int(few.sum()), above=above)
-    batch, groups = q.shape[:-3], [x.nonzero()[:, 0] for x in (few, ~few)]
-    mask = key_mask.expand(*batch, *key_mask.shape[-2:])
-    (q, k, v, mask), (a, b) = (x.reshape(-1, *x.shape[len(batch) :]) for x in (q, k, v, mask)), groups
-    outputs = [
-        short(q[a], k[a], v[a], is_causal=is_causal, key_mask=mask[a]),
-        _long(q[b], k[b], v[b], mask[b], short, long, above=above, is_causal=is_causal),
-    ]
-    return torch.cat(outputs)[torch.cat(groups).argsort()].unflatten(0, batch)
 
 
 def covered(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, short: Part, *, is_causal: bool) -> Tensor:
@@ -249,63 +205,6 @@ class NewRows(NamedTuple):
         return NewRows(int(rows.min()), int(rows.max()), few, number[..., -1:])
 
 
-def advance(
-    new: NewTokens, state: ByLengthState | None, short: Part, long: Part, *, above: int
-) -> tuple[Tensor, ByLengthState]:
-    """Outputs of new tokens behind ``state``, and the state after them."""
-    if state is not None and state.short is None:
-        trace.record(long.mechanism.expression, "every sequence has more keys than above", above=above)
-        out, late = new.after(long, state.long)
-        return out, ByLengthState(state.count, None, late)
-    state = ByLengthState(0, None, None) if state is None else state
-    rows, length = NewRows.of(state.count, new.key_mask, new.v, above), new.v.shape[-2]
-    early, after = new.some(0, rows.end).after(short, state.short) if rows.end else (None, state.short)
-    late, readable = state.long, isinstance(short.mechanism, Softmax) and long.streams_keys
-    if readable and late is None and state.short is not None and rows.first < length:
-        trace.record(f"{long.mechanism.expression} reads the cache", "a sequence has more keys than above", above=above)
-        k, v = _read(long, new.q.shape[-3], *state.short[:2])
-        late = NewTokens(k, k, v, state.short.visible).read_by(long, None)
-    if rows.first and (rows.first < length or late is not None or not readable):
-        late = new.some(0, rows.first).read_by(long, late)
-    outs = [] if early is None else [early[..., : rows.first, :]]
-    if rows.first < length:
-        out, late = new.some(rows.first, length).after(long, late)
-        number = rows.end - rows.first
-        if early is not None and rows.few is not None:
-            few = rows.few[..., rows.first : rows.end, None]
-            outs.append(torch.where(few, early[..., rows.first :, :], out[..., :number, :]))
-        outs.append(out[..., number:, :])
-    out = outs[0] if len(outs) == 1 else torch.cat(outs, -2)
-    return out, ByLengthState(rows.count, after if rows.end == length else None, late)
-
-
-def exact_step(
-    q: Tensor, k: Tensor, v: Tensor, state: Any, short: Softmax, *, above: int
-) -> tuple[Tensor, ByLengthState] | None:
-    """Result of ``advance``, at once, for new visible tokens behind visible ones, all of them rows of ``short``.
-
-    ``state`` is one that ``advance`` made; None where these are not such tokens, or do not fit its cache.
-    """
-    if not isinstance(state, ByLengthState) or not isinstance(state.count, int) or state.long is not None:
-        return None
-    count, cache = state.count + k.shape[-2], state.short
-    if count > above or not isinstance(cache, KVCache):
-        return None
-    if k.dtype != cache.k.dtype or k.shape[:-2] != cache.k.shape[:-2]:
-        return None
-    keys, values = concat_tokens(cache.k, k), concat_tokens(cache.v, v)
-    visible = cache.visible[..., :1].expand(*cache.visible.shape[:-1], count)  # all are
-    cache = KVCache(keys, values, visible)
-    if q.shape[-2] == 1 and not torch.is_grad_enabled() and q.dtype != torch.float16:
-        trace.record("torch's fused kernel", "one query that sees all keys")
-        shares = q.shape[-3] != keys.shape[-3]
-        out = F.scaled_dot_product_attention(q, keys, values, scale=short.scale, enable_gqa=shares)
-    else:
-        attend = partial(softmax_attention, scale=short.scale, is_causal=q.shape[-2] > 1)
-        out = viewed(attend, q, keys, values, key_mask=None)
-    return out, ByLengthState(count, cache, None)
-
-
 def _read(part: Part, heads: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values with as many heads as a mechanism reads: ``heads``, or fewer where its cache is shared."""
     if not part.mechanism.shares_cache:
@@ -392,8 +291,37 @@ class ByLength(Attention[Any, ByLengthState]):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Row i of ``short`` where query i sees at most ``above`` keys, of ``long`` elsewhere."""
-        short, long = self._parts(w)
-        return _attend_rows(q, k, v, key_mask, short, long, above=self.above, is_causal=is_causal)
+        (short, long), above = self._parts(w), self.above
+        if exporting() or (key_mask is not None and k.shape[-2] > above and traced()):
+            trace.record("both, and of each row one", "traced: numbers of visible keys are not known", above=above)
+            return _all_rows(q, k, v, key_mask, short, long, above=above, is_causal=is_causal)
+        if k.shape[-2] <= above:
+            trace.record(short.mechanism.expression, FEW, above=above)
+            return covered(q, k, v, key_mask, short, is_causal=is_causal)
+        before = k.shape[-2] - q.shape[-2]
+        if key_mask is None and (not is_causal or before >= above):
+            trace.record(long.mechanism.expression, "every query sees more keys than above", above=above)
+            return long(q, k, v, is_causal=is_causal, key_mask=None)
+        if key_mask is None:
+            path = f"{short.mechanism.expression}, then {long.mechanism.expression}"
+            trace.record(path, "causal: by the query's position", above=above)
+            number = above - before
+            early = short(q[..., :number, :], k[..., :above, :], v[..., :above, :], is_causal=True, key_mask=None)
+            return torch.cat([early, long.last(q, k, v, None, number)], -2)
+        few = (key_mask.sum(-1) <= above).expand(*q.shape[:-3], 1).flatten()
+        if bool(few.all()):
+            return short(q, k, v, is_causal=is_causal, key_mask=key_mask)
+        if not bool(few.any()):
+            return _long(q, k, v, key_mask, short, long, above=above, is_causal=is_causal)
+        trace.record("sequences apart by their visible keys", "some are short", short=int(few.sum()), above=above)
+        batch, groups = q.shape[:-3], [x.nonzero()[:, 0] for x in (few, ~few)]
+        mask = key_mask.expand(*batch, *key_mask.shape[-2:])
+        (q, k, v, mask), (a, b) = (x.reshape(-1, *x.shape[len(batch) :]) for x in (q, k, v, mask)), groups
+        outputs = [
+            short(q[a], k[a], v[a], is_causal=is_causal, key_mask=mask[a]),
+            _long(q[b], k[b], v[b], mask[b], short, long, above=above, is_causal=is_causal),
+        ]
+        return torch.cat(outputs)[torch.cat(groups).argsort()].unflatten(0, batch)
 
     def advance(
         self,
@@ -406,18 +334,59 @@ class ByLength(Attention[Any, ByLengthState]):
         key_mask: Tensor | None,
     ) -> tuple[Tensor, ByLengthState]:
         """Attend with the new tokens, those up to ``above`` by ``short``; keep what later ones need."""
-        short, long = self._parts(w)
-        return advance(NewTokens(q, k, v, key_mask), state, short, long, above=self.above)
+        (short, long), above, new = self._parts(w), self.above, NewTokens(q, k, v, key_mask)
+        if state is not None and state.short is None:
+            trace.record(long.mechanism.expression, "every sequence has more keys than above", above=above)
+            out, late = new.after(long, state.long)
+            return out, ByLengthState(state.count, None, late)
+        state = ByLengthState(0, None, None) if state is None else state
+        rows, length = NewRows.of(state.count, new.key_mask, new.v, above), new.v.shape[-2]
+        early, after = new.some(0, rows.end).after(short, state.short) if rows.end else (None, state.short)
+        late, readable = state.long, isinstance(short.mechanism, Softmax) and long.streams_keys
+        if readable and late is None and state.short is not None and rows.first < length:
+            why = "a sequence has more keys than above"
+            trace.record(f"{long.mechanism.expression} reads the cache", why, above=above)
+            k, v = _read(long, new.q.shape[-3], *state.short[:2])
+            late = NewTokens(k, k, v, state.short.visible).read_by(long, None)
+        if rows.first and (rows.first < length or late is not None or not readable):
+            late = new.some(0, rows.first).read_by(long, late)
+        outs = [] if early is None else [early[..., : rows.first, :]]
+        if rows.first < length:
+            out, late = new.some(rows.first, length).after(long, late)
+            number = rows.end - rows.first
+            if early is not None and rows.few is not None:
+                few = rows.few[..., rows.first : rows.end, None]
+                outs.append(torch.where(few, early[..., rows.first :, :], out[..., :number, :]))
+            outs.append(out[..., number:, :])
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, -2)
+        return out, ByLengthState(rows.count, after if rows.end == length else None, late)
 
     def exact_step(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State] | None:
         """Result of ``advance``, at once, for new visible tokens behind visible ones, all of them rows of ``short``.
 
-        ``state`` is one of ``decode`` with the same weights: nothing of it is compared but its cache's shape.
+        ``state`` is one of ``decode`` with the same weights: nothing of it is compared but its cache's shape. None
+        where these are not such tokens, or do not fit its cache.
         """
-        if not (isinstance(self.short, Softmax) and self.short.is_plain):
+        past = state.content
+        if not (isinstance(self.short, Softmax) and self.short.is_plain and isinstance(past, ByLengthState)):
             return None
-        step = exact_step(q, k, v, state.content, self.short, above=self.above)
-        return None if step is None else (step[0], state._replace(content=step[1]))
+        if not isinstance(past.count, int) or past.long is not None:
+            return None
+        count, cache, scale = past.count + k.shape[-2], past.short, self.short.scale
+        if count > self.above or not isinstance(cache, KVCache):
+            return None
+        if k.dtype != cache.k.dtype or k.shape[:-2] != cache.k.shape[:-2]:
+            return None
+        keys, values = concat_tokens(cache.k, k), concat_tokens(cache.v, v)
+        visible = cache.visible[..., :1].expand(*cache.visible.shape[:-1], count)  # all are
+        if q.shape[-2] == 1 and not torch.is_grad_enabled() and q.dtype != torch.float16:
+            trace.record("torch's fused kernel", "one query that sees all keys")
+            shares = q.shape[-3] != keys.shape[-3]
+            out = F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=shares)
+        else:
+            attend = partial(softmax_attention, scale=scale, is_causal=q.shape[-2] > 1)
+            out = viewed(attend, q, keys, values, key_mask=None)
+        return out, state._replace(content=ByLengthState(count, KVCache(keys, values, visible), None))
 
 
 def exact_for(mechanism: Attention[Any, Any], keys: int) -> Softmax | None:

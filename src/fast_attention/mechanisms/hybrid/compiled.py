@@ -19,7 +19,12 @@ from fast_attention.engine.precision import widen
 from fast_attention.engine.tiles import four_axes
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.mechanisms.hybrid import reference
-from fast_attention.mechanisms.linear.compiled import EXPONENTIAL, number_of
+from fast_attention.mechanisms.linear.compiled import (
+    EXPONENTIAL,
+    gradients_of_weights,
+    number_of,
+    parts_of_weights,
+)
 from fast_attention.mechanisms.linear.kernelised import CoreMap, TokenMap
 from fast_attention.mechanisms.linear.random_feature_map import POSITIVE, Heads
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
@@ -178,26 +183,11 @@ def _backward(
     ends = memory(sizes.heads, sizes.queries, call[5].shape[-1], dk.shape[-1] + dv.shape[-1])
     d_numbers = None if numbers is None or not numbers.requires_grad else memory(q.shape[0], *numbers.shape).zero_()
     d_states = None if sizes.of_threads(sizes.gradients) else memory(sizes.gradients)
-    width, padded = -(-q.shape[3] // 32) * 32, -(-sizes.features // 32) * 32
-    places = [
-        (sizes.queries, sizes.features, width),
-        (sizes.keys, sizes.features, width),
-        (sizes.queries + sizes.keys, padded),
-    ]
-    parts = [
-        memory(*q.shape[:2], *place).zero_() if like is not None and like.requires_grad else None
-        for like, place in zip(weights, places, strict=True)
-    ]
+    parts = parts_of_weights(weights, q, sizes.queries, sizes.keys, sizes.features, sizes.features)
     torch.ops.fast_attention_core.hybrid_backward(
         *call, *saved, gradient, dq, dk, dv, ends, d_states, d_numbers, *parts
     )
-    d_weights: list[Tensor | None] = []
-    for part, like in zip(parts, weights, strict=True):
-        if part is None:
-            d_weights.append(None)
-            continue
-        whole = part.sum(2).view(*inputs[0].shape[:-2], *part.shape[3:])
-        d_weights.append(whole[..., : like.shape[-1]] if part.ndim == 5 else whole[..., None, : like.shape[-1]])
+    d_weights = gradients_of_weights(parts, weights, inputs[0].shape[:-2])
     d_learned = None
     if learned is not None and learned.requires_grad:
         sums = saved[1].view(*inputs[0].shape[:-1], 2)

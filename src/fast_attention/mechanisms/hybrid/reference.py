@@ -8,7 +8,6 @@ So one softmax normalises everything, and the exponential of a large number is n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +16,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fast_attention.engine import masks, offsets
-from fast_attention.engine.blocks import count, join, slices, smaller, split
+from fast_attention.engine.blocks import count, join, slices, smaller, split, split_row
 from fast_attention.engine.decay import state_sums
 from fast_attention.engine.numerics import no_less
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.scan import FLOOR, cummax
-from fast_attention.engine.tracing import exporting, replaced, symbolic, traced
+from fast_attention.engine.tracing import exporting, symbolic, traced
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.kernelised import TokenMap
@@ -207,46 +206,6 @@ def _prefix_sums(first: FarSums, blocks: FarSums) -> FarSums:
     return FarSums(prefix.unflatten(-1, sums.shape[-2:]), running_max)
 
 
-class Inputs(NamedTuple):
-    """Queries, the keys around them, the features of both, and the sums of the keys outside every span."""
-
-    q: Float[Tensor, "*batch length width"]
-    k: Float[Tensor, "*batch keys width"]
-    v: Float[Tensor, "*batch keys values"]
-    visible: Bool[Tensor, "*#batch keys"] | None  # None: all
-    sinks: SinkTokens
-    queries: Features
-    keys: Features
-    outside: FarSums
-    numbers: Float[Tensor, "heads offsets"] | None  # what near keys' scores gain by the offsets of a block's span
-    learned_sinks: Float[Tensor, "heads"] | None  # scores in the normaliser without a value
-
-    def flat(self) -> tuple[Tensor | None, ...]:
-        """All tensors in a flat tuple, as operations take them."""
-        return (*self[:4], *self.sinks, *self.queries, *self.keys, *self.outside, self.numbers, self.learned_sinks)
-
-    @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *t: Any) -> Inputs:
-        """From a flat tuple."""
-        features = Features(*t[3:5]), Features(*t[5:7])
-        return Inputs(q, k, v, visible, SinkTokens(*t[:3]), *features, FarSums(*t[7:9]), *t[9:11])
-
-
-class BlockMask(NamedTuple):
-    """Which keys of its span a query of a block sees, the same for every head."""
-
-    masked: Bool[Tensor, "block span"] | None  # not at all; None: it sees all
-    position: Int[Tensor, "blocks block"]  # of the queries
-
-    @staticmethod
-    def of(plan: Plan, device: torch.device) -> BlockMask:
-        """From where the blocks lie."""
-        block, keys_left, keys_right = plan.block, plan.keys_left, plan.keys_right
-        later = ~masks.band(block, keys_left, keys_right, left=None, right=0, device=device) if plan.is_causal else None
-        first = torch.arange(plan.query_blocks, device=device)[:, None] * block + plan.start
-        return BlockMask(later, first + torch.arange(block, device=device))
-
-
 def attend(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
@@ -278,63 +237,62 @@ def attend(
     plan = Plan.of(near, length + front, keys, start - front, is_causal=is_causal)
     numbers = offsets.between(bias, 1 - plan.keys_left - size, size + plan.span - 1, q)[0]
     features = maps[0](q), masked_keys(maps[1], k, visible)
-    out = near_far(Inputs(q, k, v, visible, sinks, *features, before, numbers, learned_sinks), plan)
+    tensors = q, k, v, visible, *sinks, *features[0], *features[1], *before, numbers, learned_sinks
+    out = _NODE(*tensors, **dict(zip(plan._fields, plan, strict=True)))
     return out[..., front:, :] if symbolic() or front else out
 
 
-def near_far(inputs: Inputs, plan: Plan) -> Float[Tensor, "*batch length values"]:
-    """The outputs of all queries at once; ``inputs`` hold the sums of all earlier keys in place of those outside."""
-    return _NODE(*inputs.flat(), **dict(zip(plan._fields, plan, strict=True)))
+def _near_and_far(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sink_k: Tensor, sink_v: Tensor, sinks_at: Tensor,
+    phi_q: Tensor, scale_q: Tensor | None, phi_k: Tensor, scale_k: Tensor | None, sums: Tensor, log_scale: Tensor,
+    numbers: Tensor | None, learned_sinks: Tensor | None, **places: Any,
+) -> Tensor:  # fmt: skip
+    """Outputs of blocks of queries over their spans, the sink tokens and the keys outside every span.
 
-
-def _near_and_far(*tensors: Any, **numbers: Any) -> Tensor:
-    x, plan = Inputs.of(*tensors), Plan(**numbers)
-    blocks = x.outside.narrow(0, 0)
+    ``sums`` over ``exp(log_scale)`` are those of all earlier keys; ``numbers`` (heads, offsets) are what near keys'
+    scores gain by the offsets of a block's span.
+    """
+    plan, sinks, earlier = Plan(**places), SinkTokens(sink_k, sink_v, sinks_at), FarSums(sums, log_scale)
+    block, number, device = plan.block, plan.query_blocks, q.device
+    blocks = earlier.narrow(0, 0)
     if exporting() or plan.key_blocks:
-        blocks = block_sums(x.keys, x.v, start=plan.first, block=plan.block, number=plan.key_blocks)
-    whole = replaced(x, outside=sums_outside(blocks, x.outside, plan))
-    return attend_spans(whole, BlockMask.of(plan, x.q.device), plan)
-
-
-_NODE = Operation(_near_and_far, empty=like_queries)
-
-
-def attend_spans(x: Inputs, block_mask: BlockMask, plan: Plan) -> Float[Tensor, "*batch length values"]:
-    """Outputs of blocks of queries over their spans, the sink tokens and the keys outside every span."""
-    block, q = plan.block, x.q * x.q.shape[-1] ** -0.5
+        blocks = block_sums(Features(phi_k, scale_k), v, start=plan.first, block=block, number=plan.key_blocks)
+    outside = sums_outside(blocks, earlier, plan)
 
     def around(x: Tensor) -> Tensor:
         sides = {"keys_left": plan.keys_left, "keys_right": plan.keys_right}
-        return slices(x, block=block, **sides, number=plan.query_blocks, start=plan.start)
+        return slices(x, block=block, **sides, number=number, start=plan.start)
 
-    def row(x: Tensor | None, select: Callable[[Tensor], Tensor]) -> Tensor | None:
-        return None if x is None else select(x[..., None])[..., 0]
-
-    visible, masked = x.visible, block_mask.masked
-    if visible is None and not plan.inside(x.k.shape[-2]):
-        visible = torch.ones(x.k.shape[-2], dtype=torch.bool, device=q.device)
+    masked, unknown = None, ~sinks.present[..., None, None, :]
+    if plan.is_causal:
+        masked = ~masks.band(block, plan.keys_left, plan.keys_right, left=None, right=0, device=device)
+        at = plan.start + torch.arange(number * block, device=device).view(number, block, 1)
+        unknown = unknown | (sinks.position[..., None, None, :] > at)
+    if visible is None and not plan.inside(k.shape[-2]):
+        visible = torch.ones(k.shape[-2], dtype=torch.bool, device=device)
     if visible is not None:
-        outside = ~around(visible[..., None])[..., 0][..., None, :]
-        masked = outside if masked is None else outside | masked
-    sink_logits, unknown = split(q @ x.sinks.k.mT, block), ~x.sinks.present[..., None, None, :]
-    if block_mask.masked is not None:
-        unknown = unknown | (x.sinks.position[..., None, None, :] > block_mask.position[..., None])
-    queries = Features(split(x.queries.values, block), row(x.queries.log_scale, lambda t: split(t, block)))
-    exact = split(q, block) @ around(x.k).mT
-    if x.numbers is not None:
-        exact = exact + offsets.toeplitz(x.numbers, block)[:, None]
+        hidden = ~around(visible[..., None])[..., 0][..., None, :]
+        masked = hidden if masked is None else hidden | masked
+    q = q * q.shape[-1] ** -0.5
+    exact = split(q, block) @ around(k).mT
+    if numbers is not None:
+        exact = exact + offsets.toeplitz(numbers, block)[:, None]
     logits = [exact if masked is None else torch.where(masked, float("-inf"), exact)]
-    logits.append(sink_logits.masked_fill(unknown, float("-inf")))
-    sink_scores = None if x.learned_sinks is None else x.learned_sinks[:, None]
-    out, weights = (join(t, q.shape[-2]) for t in _softmax(logits, around(x.v), queries, x.outside, sink_scores))
-    return out + weights @ x.sinks.v
+    logits.append(split(q @ sinks.k.mT, block).masked_fill(unknown, float("-inf")))
+    queries = Features(split(phi_q, block), None if scale_q is None else split_row(scale_q, block))
+    sink_scores = None if learned_sinks is None else learned_sinks[:, None]
+    out, weights = (join(t, q.shape[-2]) for t in _softmax(logits, around(v), queries, outside, sink_scores))
+    return out + weights @ sinks.v
+
+
+_NODE = Operation(_near_and_far, empty=like_queries)
 
 
 def attend_near(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: SinkTokens, queries: Features, outside: FarSums,
     numbers: Float[Tensor, "heads keys"] | None, learned_sinks: Float[Tensor, "*#batch"] | None,
 ) -> Float[Tensor, "*batch length values"]:  # fmt: skip
-    """``attend_spans`` where all keys are near and no sink token comes later: a step of decoding."""
+    """``_near_and_far`` where all keys are near and no sink token comes later: a step of decoding."""
     q = q * q.shape[-1] ** -0.5
     near = q @ k.mT if numbers is None else q @ k.mT + numbers[:, None]
     pairs = ((near, visible), (q @ sinks.k.mT, sinks.present))

@@ -6,6 +6,7 @@ before, and taken as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -179,14 +180,8 @@ def backward(
     # a compiler's tensors may overlap, a gradient's must not
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     d_first = [None if x is None else x.new_empty(x.shape) for x in inputs[7:9]]
-    wanted = [x is not None and x.requires_grad for x in weights]
-    width, padded = -(-q.shape[3] // 32) * 32, -(-features // 32) * 32
     rows, decay = 0 if call[4] is None else call[4].shape[2], call[10]
-    places = [(queries, rows, width), (keys, rows, width), (queries + keys, padded)]
-    parts = [
-        q.new_zeros(*q.shape[:2], *place, dtype=torch.float32) if want else None
-        for want, place in zip(wanted, places, strict=True)
-    ]
+    parts = parts_of_weights(weights, q, queries, keys, rows, features)
     d_decay = None if decay is None else torch.zeros_like(decay)
     torch.ops.fast_attention_core.features_backward(
         *call, *saved, _heads(gradients[0][..., front:, :]), *d_state, *grads,
@@ -194,17 +189,37 @@ def backward(
     )  # fmt: skip
     if d_decay is not None:
         d_decay = _decays(d_decay, whole, arguments[10], outputs[1:3], d_state)
-    d_weights: list[Tensor | None] = []
-    for part, like in zip(parts, weights, strict=True):
-        if part is None or like is None:
-            d_weights.append(None)
-            continue
-        total = part.sum(2).view(*whole.shape[:-2], *part.shape[3:])
-        total = total[..., None, : like.shape[-1]] if part.ndim == 4 else total[..., : like.shape[-1]]
-        d_weights.append(total.sum_to_size(like.shape))
+    d_weights = gradients_of_weights(parts, weights, whole.shape[:-2])
     dq, dk, dv = (x.view(like.shape) for x, like in zip(grads, inputs[:3], strict=True))  # type: ignore[union-attr]
     dq = F.pad(dq, (0, 0, front, 0)) if front else dq
     return (dq, dk, dv, None, *d_weights, *d_first, None, d_decay)[: len(arguments)]
+
+
+def parts_of_weights(
+    weights: Sequence[Tensor | None], q: Tensor, queries: int, keys: int, rows: int, features: int
+) -> list[Tensor | None]:
+    """Memory for gradients of rows, rows of keys and bias, where they are wanted: a part for each section."""
+    width, padded = -(-q.shape[3] // 32) * 32, -(-features // 32) * 32
+    places = [(queries, rows, width), (keys, rows, width), (queries + keys, padded)]
+    return [
+        q.new_zeros(*q.shape[:2], *place, dtype=torch.float32) if x is not None and x.requires_grad else None
+        for x, place in zip(weights, places, strict=True)
+    ]
+
+
+def gradients_of_weights(
+    parts: list[Tensor | None], weights: Sequence[Tensor | None], batch_shape: tuple[int, ...]
+) -> list[Tensor | None]:
+    """The gradients of rows, rows of keys and bias from the parts of all sections."""
+    gradients: list[Tensor | None] = []
+    for part, like in zip(parts, weights, strict=True):
+        total = None
+        if part is not None and like is not None:
+            total = part.sum(2).view(*batch_shape, *part.shape[3:])
+            total = total[..., None, : like.shape[-1]] if part.ndim == 4 else total[..., : like.shape[-1]]
+            total = total.sum_to_size(like.shape)
+        gradients.append(total)
+    return gradients
 
 
 def _decays(d_sums: Tensor, q: Tensor, like: Tensor | None, state: Any, d_state: list[Tensor | None]) -> Tensor:
