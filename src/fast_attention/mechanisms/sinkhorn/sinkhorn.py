@@ -124,34 +124,21 @@ def own_and_sorted_softmax(
 
     With ``first_row`` queries of one block alone, which are not its first.
     """
-    if not symbolic() and not any_masked and first_row == 0 and (is_causal or length % q.shape[-2] == 0):
-        return sorted_softmax(q, S, k, v, first=first, is_causal=is_causal)
+    size = q.shape[-2]
+    if not symbolic() and not any_masked and first_row == 0 and (is_causal or length % size == 0):  # all are visible
+        keys, values = (
+            torch.cat([x.flatten(-3, -2), (S @ x.flatten(-2)).unflatten(-1, x.shape[-2:]).flatten(-3, -2)], -2)
+            for x in (k, v)
+        )
+        settings: Any = {"size": size, "start": first * size, "is_causal": is_causal, "scale": q.shape[-1] ** -0.5}
+        out = _visible_softmax(q.flatten(-3, -2), keys, values, *[None] * 4, **settings)
+        return out.unflatten(-2, q.shape[-3:-1])
     why = "masked or padded positions are sorted too"
     trace.record("products over own and sorted block", why, block=k.shape[-2])
     return masked_softmax(q, S, k, v, visible, first=first, is_causal=is_causal, first_row=first_row)
 
 
 own_and_sorted = Operation(own_and_sorted_softmax, empty=like_queries)
-
-
-def sorted_softmax(
-    q: Float[Tensor, "*batch rows size width"],
-    S: Float[Tensor, "*batch rows blocks"],
-    k: Float[Tensor, "*batch blocks size width"],
-    v: Float[Tensor, "*batch blocks size values"],
-    *,
-    first: int,
-    is_causal: bool,
-) -> Float[Tensor, "*batch rows size values"]:
-    """Softmax of blocks of queries, the last ones from ``first`` on, over own and sorted keys, all of them visible."""
-    size = q.shape[-2]
-    keys, values = (
-        torch.cat([x.flatten(-3, -2), (S @ x.flatten(-2)).unflatten(-1, x.shape[-2:]).flatten(-3, -2)], -2)
-        for x in (k, v)
-    )
-    settings: Any = {"size": size, "start": first * size, "is_causal": is_causal, "scale": q.shape[-1] ** -0.5}
-    out = _visible_softmax(q.flatten(-3, -2), keys, values, *[None] * 4, **settings)
-    return out.unflatten(-2, q.shape[-3:-1])
 
 
 def _size(k: Tensor, block_size: int) -> int:

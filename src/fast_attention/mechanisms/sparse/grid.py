@@ -15,7 +15,6 @@ from fast_attention.engine import tiles, trace
 from fast_attention.engine.blocks import count
 from fast_attention.engine.fused import biased_attention, blockwise_softmax, fused_attention, open_attention
 from fast_attention.engine.operation import Fast, Operation, like_queries
-from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tiles import FAR, MOST_ROWS, ROWS, Plan
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention
@@ -308,27 +307,11 @@ def plain_softmax(
     return torch.cat((attend(everything[..., :leading, :], k, v, seen, scale=scale), near), -2)
 
 
-def _reference(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: None, vectors: None, sinks: Tensor | None,
-    *, width: int, leading: int, down: Axis, across: Axis, scale: float,
-) -> Tensor:  # fmt: skip
-    """``plain_softmax`` of tokens in the order of the tiles."""
-    places, order = k.shape[-2], _order(k.shape[-2], width, leading, down, across)
-    settings: Any = {"width": width, "leading": leading, "down": down, "across": across, "scale": scale}
-    if order is None:
-        return in_float32(plain_softmax)(q, k, v, key_mask, sinks, **settings)
-    back = torch.empty_like(order.tokens).scatter_(0, order.tokens, torch.arange(places))
-    mask = None if key_mask is None else key_mask[..., back]
-    q, k, v = (x[..., back, :] for x in (q, k, v))
-    out = in_float32(plain_softmax)(q, k, v, mask, sinks, **settings)
-    return out[..., order.tokens, :]
-
-
 def _plan(q: Tensor, k: Tensor, *, width: int, leading: int, down: Axis, across: Axis) -> Plan:
     return _grid_plan(k.shape[-2], width, leading, down, across)
 
 
-_compiled = tiles.operation(_reference, _plan)
+_compiled = tiles.operation(None, _plan)  # its reference is for second derivatives alone
 
 
 def pair(value: int | tuple[int, int]) -> tuple[int, int]:
