@@ -201,6 +201,13 @@ def test_a_product_over_tokens_is_the_definition(batch: tuple[int, ...], strided
     close(torch.autograd.grad(affine(W.detach(), x, b), x, slope)[0], W.detach().mT @ slope, 1e-12)
     if x.numel():
         assert torch.autograd.gradgradcheck(affine, (W, x, b))
+    several = torch.randn(3, 70, 4, dtype=W.dtype, device=device, requires_grad=True)  # too long to be one call
+    wide = torch.randn(5, 70, dtype=W.dtype, device=device, requires_grad=True)
+    out, expected = affine(wide, several, b), wide @ several + b[:, None]
+    close(out, expected, 1e-12)
+    ours, theirs = (torch.autograd.grad(y.square().sum(), (wide, several, b)) for y in (out, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        close(mine, other, 1e-10)
 
 
 @pytest.mark.parametrize("length", [63, 512, 513, 767, 769, 1030])

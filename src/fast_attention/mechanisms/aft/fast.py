@@ -204,8 +204,8 @@ def backward(
             d_bonus += d_gain
             d_decay -= d_gain
         later = groups.sums(d_rows, d_carry, backwards=True)
-        both = None if gain is None else torch.cat([gain, gain], -1)
-        groups.read(d_rows, later[..., :-1, :].flip(-2), both, backwards=True)
+        twice = None if gain is None else torch.cat([gain, gain], -1)
+        groups.read(d_rows, later[..., :-1, :].flip(-2), twice, backwards=True)
         weigh_vjp(values, weights, d_terms, dk, dv)
         if decay is not None:
             d_decay -= _decay_vjp(dk, groups, later[..., 1:, :].flip(-2) * before)
