@@ -1,4 +1,4 @@
-"""What AFT's fast forms share, and sums over the past, which may decay, in groups of tokens that stand side by side.
+"""Sums of AFT over past tokens, which may decay, in groups of tokens side by side; and parts that AFT's forms share.
 
 A query reads ``sigmoid(q_t) (sum_{i<t} e^{k_i - (t-1-i) w} v_i + e^{k_t + u} v_t)`` over the same of ones: WKV, and
 with w = u = 0 causal AFT-simple. One log scale serves a call, the largest key of every channel; who calls has seen that
@@ -96,7 +96,7 @@ class Groups(NamedTuple):
         return rows.unbind(0), rows.movedim(0, -2)
 
     def totals(self, rows: tuple[Tensor, ...], *, backwards: bool = False) -> Tensor:
-        """What each group adds up to; where nothing decays, every row becomes the sum of those up to it on the way."""
+        """Sums of all tokens of each group; where nothing decays, every row becomes the sum of the rows up to it."""
         order = range(self.size)[::-1] if backwards else range(self.size)
         total = rows[order[0]] if self.decays is None else rows[order[0]].clone()
         for t in order[1:]:
@@ -160,7 +160,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, bonus: Tensor | None, mask: Tensor | None, scale: Tensor,
     *, keep: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """What queries read, and the sums before every group; ``decay`` w and ``bonus`` u are (heads, 1, D) or None."""
+    """Outputs of all queries, and the sums before every group; ``decay`` w and ``bonus`` u are (heads, 1, D) or None."""
     width, out, saved = v.shape[-1], torch.empty_like(q), list[Tensor]()
     carry = k.new_zeros(*k.shape[:-2], 1, 2 * width, dtype=torch.float64 if decay is None else k.dtype)
     gain = None if bonus is None else torch.cat([bonus, bonus], -1).exp()
