@@ -36,8 +36,8 @@ def swapped(original: Any, text: str, longest: int) -> tuple[Any, str]:
         report = fast_attention.swap(model, text, max_len=longest)
     except (fast_attention.Unsupported, ValueError) as error:
         return None, str(error)
-    kept = sorted({layer.why for layer in report.kept})
-    return model, f"{len(report.kept)} layers stay exact: {'; '.join(kept)}" if kept else ""
+    kept = sorted({layer.why for layer in report.unchanged})
+    return model, f"{len(report.unchanged)} layers stay exact: {'; '.join(kept)}" if kept else ""
 
 
 def main() -> None:

@@ -215,7 +215,8 @@ OLD_NAMES = {
     "biases": "unbiased",
     "gpu": "forms known both",
     "mechanism.py": "summary",
-    "integrations": "tried might above both",
+    "integrations": "tried might above both kept",
+    "conversion": "kept",
     "integrations/visible.py": "back",
 }
 

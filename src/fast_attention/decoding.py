@@ -19,7 +19,7 @@ from fast_attention.engine import operation
 from fast_attention.engine.precision import rebuild
 from fast_attention.engine.tracing import traced, wrapped
 
-FORMAT = "fast-attention state 4"  # 3: Hybrid() kept the keys of a sliding window
+FORMAT = "fast-attention state 4"
 
 
 class State(NamedTuple):

@@ -64,15 +64,3 @@ def known(text: str) -> Known | None:
     "Performers", "Performer attention" and "performer" are the Performer.
     """
     return next((_BY_NAME[form] for form in forms(text.split("(")[0]) if form in _BY_NAME), None)
-
-
-def refuse_changed(written: str) -> None:
-    """Raise a ``ValueError`` if expressions of an earlier version mean something else today.
-
-    ``Hybrid()`` without ``near`` was a sliding window of 64 keys; it is whole blocks now.
-    """
-    if re.search(r"Hybrid\((?!near=)", written):
-        raise ValueError(
-            "it names a Hybrid without near=, which was a sliding window, near=Local(window=64), and is gone; today it "
-            "means near=BlockLocal(). What would work: commit 02d9f59 of fast-attention, or a model converted anew"
-        )

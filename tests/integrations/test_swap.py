@@ -169,7 +169,7 @@ def test_exact_attention_changes_nothing(name: str, padded: str, training: bool)
     slopes = gradients(model, real(before, given))
     report = swap(model, "Softmax")
     assert report.replaced, report
-    assert not report.kept, report
+    assert not report.unchanged, report
     after = out(model, given)
     torch.testing.assert_close(real(after, given), real(before, given), atol=1e-5, rtol=1e-4)
     scale = max(float(a.abs().max()) for a in slopes if a is not None)
@@ -289,8 +289,8 @@ def test_what_cannot_be_swapped_is_refused_by_name(kind: str, config: str, sizes
 def test_causal_layers_keep_what_is_not_causal_out() -> None:
     model = build("Bart")
     report = swap(model, "Linformer(rank=4)")
-    assert [layer.name.split(".")[-1] for layer in report.kept] == ["self_attn"] * 2
-    assert all("decoder" in layer.name and "the layer is causal" in layer.why for layer in report.kept)
+    assert [layer.name.split(".")[-1] for layer in report.unchanged] == ["self_attn"] * 2
+    assert all("decoder" in layer.name and "the layer is causal" in layer.why for layer in report.unchanged)
     assert len(report.replaced) == 4
     assert "attention layers replaced" in str(report)
     with pytest.raises(Unsupported, match="no attention layer of GPT2LMHeadModel was swapped: the layer is causal"):
@@ -302,7 +302,7 @@ def test_layers_by_pattern() -> None:
     before = out(model, inputs(model))
     report = swap(model, {"*layer.1.*": "Local(window=2)"})
     assert [layer.mechanism for layer in report.layers] == ["Softmax()", "Local(window=2)"]
-    assert report.kept[0].why == "no pattern names it"
+    assert report.unchanged[0].why == "no pattern names it"
     assert not torch.allclose(out(model, inputs(model)), before, atol=1e-4)
     swap_back(model)
     assert torch.equal(out(model, inputs(model)), before)
@@ -441,9 +441,9 @@ def test_torch_transformers_under_threads_autocast_and_compile() -> None:
 
 def test_torch_decoders_refuse_by_name() -> None:
     report = swap(Stack(), "Linformer(rank=4)", max_len=32)
-    assert all("decoder" in layer.name and layer.name.endswith("self_attn") for layer in report.kept)
+    assert all("decoder" in layer.name and layer.name.endswith("self_attn") for layer in report.unchanged)
     assert len(report.replaced) == 4
-    assert all("a decoder's own attention is causal" in layer.why for layer in report.kept)
+    assert all("a decoder's own attention is causal" in layer.why for layer in report.unchanged)
     with pytest.raises(Unsupported, match=r"holds no Hugging Face model, no nn\.MultiheadAttention"):
         swap(nn.Linear(3, 3), "Softmax")
 

@@ -204,7 +204,7 @@ def test_near_keys_have_no_place_in_another_sequence(outer: str) -> None:
     sizes = {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64}
     model = transformers.BartModel(transformers.BartConfig(**bart, **sizes)).eval()
     report = swap(model, outer.format("Hybrid(near=BlockLocal(block_size=4))"))
-    assert [layer.name for layer in report.kept] == ["decoder.layers.0.encoder_attn"]
+    assert [layer.name for layer in report.unchanged] == ["decoder.layers.0.encoder_attn"]
     mask = torch.ones_like(TOKENS)
     mask[1, 13:] = 0
     batch = model(TOKENS, attention_mask=mask, decoder_input_ids=TOKENS[:, :9]).last_hidden_state

@@ -81,7 +81,7 @@ def test_the_models_own_distances(name: str, mechanism: str, monkeypatch: pytest
         slopes = gradients(model, expected)
     report = swap(model, mechanism, probe=given)
     assert all(layer.mechanism.endswith("bias=TransformerXL(width=32))") for layer in report.layers)
-    assert (len(report.kept), report.parameters) == (0, 0)
+    assert (len(report.unchanged), report.parameters) == (0, 0)
     actual = outputs(model, given)
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
     scale = max(float(x.abs().max()) for x in slopes if x is not None)

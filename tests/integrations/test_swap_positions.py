@@ -115,7 +115,7 @@ def test_the_models_own_bias_inside_a_window(name: str, mechanism: str, case: st
         expected = out(model, given)
         slopes = gradients(model, real(expected, given))
     report = swap(model, mechanism)
-    assert all("EncDec" in layer.name and "Softmax" not in mechanism for layer in report.kept), report
+    assert all("EncDec" in layer.name and "Softmax" not in mechanism for layer in report.unchanged), report
     assert report.parameters == 0
     actual = out(model, given)
     close(model, given, actual, expected, double=double)
@@ -235,7 +235,7 @@ def test_cross_attention_takes_what_has_no_bias() -> None:
     model = build("T5")
     report = swap(model, "LinearAttention")
     assert [layer.name.split(".")[-1] for layer in report.replaced] == ["EncDecAttention"] * 2
-    assert all(layer.mechanism.startswith("Softmax(bias=T5Buckets") for layer in report.kept)
+    assert all(layer.mechanism.startswith("Softmax(bias=T5Buckets") for layer in report.unchanged)
     given = inputs(model, 11, padded="left")
     given.pop("decoder_input_ids")
     wanted = {"max_new_tokens": 8, "min_new_tokens": 8}

@@ -79,7 +79,7 @@ def test_kinds_of_models(kind: str) -> None:
     before = first(model(**given))
     report = swap(model, "Softmax")
     assert len([layer for layer in report.replaced if layer.kind != "MultiheadAttention"]) == layers, report
-    assert not report.kept, report
+    assert not report.unchanged, report
     torch.testing.assert_close(first(model(**given)), before, atol=1e-5, rtol=1e-4)
     if kind != "T5ForSequenceClassification":  # whose scores have a bias
         swap(model, "LinearAttention")
@@ -102,7 +102,7 @@ def test_decoders_that_attend_to_another_sequence(kind: str) -> None:
     given: dict[str, Any] = {"input_ids": TOKENS, "encoder_hidden_states": MEMORY}
     before = model(**given).logits
     report = swap(model, "Softmax")
-    assert not report.kept, report
+    assert not report.unchanged, report
     assert len(report.replaced) == (4 if kind == "gpt2" else 2), report
     torch.testing.assert_close(model(**given).logits, before, atol=1e-5, rtol=1e-4)
     if kind != "bart":  # where they are not called, a decoder is a language model
@@ -117,7 +117,7 @@ def test_decoders_that_attend_to_another_sequence(kind: str) -> None:
         cache = found[name]
         rows.append(found.logits)
     torch.testing.assert_close(torch.cat(rows, 1), whole, atol=1e-5, rtol=1e-4)
-    kept = swap(model, "AFTSimple").kept if fast_attention.AFTSimple().traits.cross is False else ()
+    kept = swap(model, "AFTSimple").unchanged if fast_attention.AFTSimple().traits.cross is False else ()
     assert all("attends to another sequence" in layer.why for layer in kept)
 
 
@@ -150,7 +150,7 @@ def test_every_layer_of_a_decoder_was_run_by_the_probe(family: str) -> None:
         named = {layer.name for layer in report.layers}
         assert {name for name, part in model.named_modules() if calls_interface(type(part))} <= named
         assert {name.rpartition(".")[2] for name in named} > {"SelfAttention" if family in T5_LIKE else "self_attn"}
-        assert not any("the probe did not call it" in layer.why for layer in report.kept), report
+        assert not any("the probe did not call it" in layer.why for layer in report.unchanged), report
         for each, exact in zip(given, before, strict=True):
             found = model(**each, use_cache=False)[0]
             assert found.isfinite().all()
@@ -226,8 +226,8 @@ def test_layers_that_the_probe_does_not_reach_are_named_and_stay_exact() -> None
     given: dict[str, Any] = {"input_ids": TOKENS, "encoder_hidden_states": MEMORY}
     before = model(**given).logits
     report = swap(model, "Softmax", probe={"input_ids": TOKENS})
-    assert [layer.why.split(":")[0] for layer in report.kept] == ["the probe did not call it"]
-    assert "crossattention" in report.kept[0].name
+    assert [layer.why.split(":")[0] for layer in report.unchanged] == ["the probe did not call it"]
+    assert "crossattention" in report.unchanged[0].name
     torch.testing.assert_close(model(**given).logits, before, atol=1e-5, rtol=1e-4)
 
 
@@ -237,7 +237,7 @@ def test_layers_with_a_config_of_their_own_are_named_and_left_alone() -> None:
     before = model(CLIPS, bool_masked_pos=hidden).logits
     report = swap(model, "Softmax")
     assert len(report.replaced) == 1
-    assert all("a config of its own" in layer.why for layer in report.kept)
+    assert all("a config of its own" in layer.why for layer in report.unchanged)
     torch.testing.assert_close(model(CLIPS, bool_masked_pos=hidden).logits, before, atol=1e-5, rtol=1e-4)
 
 

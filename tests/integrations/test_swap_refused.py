@@ -53,7 +53,7 @@ def test_a_layer_with_attention_of_its_own_is_kept() -> None:
     exact = model(tokens).logits
     report = swap(model, "Softmax()")
     assert [layer.name for layer in report.replaced] == ["model.layers.0.self_attn"]
-    (own,) = report.kept
+    (own,) = report.unchanged
     assert own.mechanism == "its own attention"
     assert "forms attention itself" in own.why
     assert torch.equal(model(tokens).logits, exact)

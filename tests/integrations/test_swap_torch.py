@@ -45,16 +45,16 @@ def test_cross_attention_keeps_all_keys(window: str) -> None:
         "cross_attn": attention(), "own": Block(attention()),
     })  # fmt: skip
     report = swap(model, window)
-    assert {layer.name for layer in report.kept} == crossing
+    assert {layer.name for layer in report.unchanged} == crossing
     assert {layer.name for layer in report.replaced} == {"torch.self_attn", "detr.self_attn", "own.attn"}
-    assert all("another sequence, in which" in layer.why for layer in report.kept)
-    assert {layer.name for layer in swap(model, "BigBird").kept} == crossing
+    assert all("another sequence, in which" in layer.why for layer in report.unchanged)
+    assert {layer.name for layer in swap(model, "BigBird").unchanged} == crossing
 
 
 def test_a_part_of_which_nothing_can_be_swapped_is_in_the_report() -> None:
     model = nn.ModuleDict({"a": AttentionPoolingHead(attention()), "b": AttentionPoolingHead(attention())})
     report = swap(model, {"a.*": "Local(window=2)", "b.*": "Softmax"})
-    assert [layer.name for layer in report.kept] == ["a.attn"]
+    assert [layer.name for layer in report.unchanged] == ["a.attn"]
     with pytest.raises(Unsupported, match=r"no attention layer of ModuleDict was swapped: .* no place to begin"):
         swap(model, "Local(window=2)")
 
@@ -115,7 +115,7 @@ def test_subclasses_and_made_parameters_are_kept_and_told() -> None:
     model = nn.ModuleList([Other(16, 2), old, new, attention()])
     report = swap(model, "LinearAttention")
     assert [layer.name for layer in report.replaced] == ["3"]
-    for layer, why in zip(report.kept, ("its class", "its parameters are made", "its class"), strict=True):
+    for layer, why in zip(report.unchanged, ("its class", "its parameters are made", "its class"), strict=True):
         assert why in layer.why
 
 

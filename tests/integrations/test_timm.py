@@ -123,7 +123,7 @@ def test_weights_are_shared_and_random_features_saved() -> None:
 def test_what_a_mechanism_needs_and_what_stays() -> None:
     report = swap(build(), {"blocks.0.*": "Linformer(rank=4)", "*": "FNet"}, max_len=17)
     assert [layer.mechanism for layer in report.layers] == ["Linformer(rank=4)", "Softmax()"]
-    assert report.kept[0].why == "FNet() mixes whole tokens and takes no queries"
+    assert report.unchanged[0].why == "FNet() mixes whole tokens and takes no queries"
     with pytest.raises(ValueError, match="longest sequence"):
         swap(build(), "Linformer(rank=4)")
     beit = Beit(img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=4, num_classes=5)
@@ -131,7 +131,7 @@ def test_what_a_mechanism_needs_and_what_stays() -> None:
         swap(beit, "LinearAttention")
     both = nn.ModuleDict({"a": build(), "b": beit})
     report = swap(both, "LinearAttention")
-    assert [layer.name for layer in report.kept] == ["b.blocks.0.attn"]
+    assert [layer.name for layer in report.unchanged] == ["b.blocks.0.attn"]
     assert len(report.replaced) == 2
 
 

@@ -83,7 +83,7 @@ def test_other_libraries_layers_and_kept_ones() -> None:
     model = nn.Transformer(16, 2, 1, 1, 16, batch_first=True).eval()
     report = swap(model, {"encoder.*": "Linformer(rank=4)", "*": "Softmax"}, max_len=32)
     assert [layer.untrained.split(":")[0] for layer in report.layers] == [NOTHING, EXACT, EXACT]
-    kept = swap(model, {"encoder.*": "Softmax"}).kept
+    kept = swap(model, {"encoder.*": "Softmax"}).unchanged
     assert [layer.untrained for layer in kept] == ["", ""]
 
 

@@ -53,7 +53,7 @@ def convert(
 
     Args:
         model: A Hugging Face model, encoder or decoder.
-        mechanism: What to run in every layer that is not kept.
+        mechanism: What to run in every layer that does not stay exact.
         batches: Batch number i, the same for the same number: tensors by name, as the model's forward takes them. A
             language model predicts ``labels`` where there are some, -100 for none, and ``input_ids`` else.
         held_out: Batches that ``batches`` never gives: all figures are of these. Or groups of them by name, such as
@@ -137,7 +137,7 @@ class _Run:
         with restored_generators(model):
             torch.manual_seed(settings.seed)
             report = swap(model, {name: mechanism for name in layers if name not in exact})
-        exact |= {layer.name: layer.why for layer in report.kept if layer.name not in exact}
+        exact |= {layer.name: layer.why for layer in report.unchanged if layer.name not in exact}
         model.eval()
         self.result = Conversion(goal.name, repr(mechanism), layers, exact)
         self.result.exact_up_to = None if exact_up_to == "auto" else exact_up_to
@@ -190,7 +190,7 @@ class _Run:
         return {
             "model": f"{type(self.original).__name__} of {size:,} parameters",
             "weights": outcome.fingerprint(self.original), "mechanism": f"{self.mechanism!r}{limit}",
-            "layers that stay exact": repr([*self.result.kept]), "teacher": repr(self.teacher),
+            "layers that stay exact": repr([*self.result.unchanged]), "teacher": repr(self.teacher),
             "settings": repr(self.settings),
         }  # fmt: skip
 

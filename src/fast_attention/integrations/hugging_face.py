@@ -66,7 +66,7 @@ def swap(
         uncalled = [_uncalled(name, call, model, run) for name, call in probing.uncalled(model, called).items()]
         for layer, bound in (*layers, *uncalled):
             if bound is not None:
-                swapped = Swapped(bound, kept=not layer.replaced, positions=relative.of(model, layer.name))
+                swapped = Swapped(bound, unchanged=not layer.replaced, positions=relative.of(model, layer.name))
                 _install(model.get_submodule(layer.name), swapped)
         probing.check_called(model, [layer.name for layer, _ in layers], forward)
         forward_pass.enter_calls(model)

@@ -21,10 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fast_attention import catalogue, files
 from fast_attention.integrations import fresh
 from fast_attention.integrations.fresh import NAME
-from fast_attention.known_names import refuse_changed
 from fast_attention.mechanism import Shape
-
-EARLIER = "fast-attention swapped model 2"  # the same but for what refuse_changed refuses
 
 
 @register_quantization_config(NAME)
@@ -38,10 +35,7 @@ class Record(QuantizationConfigMixin):
     def __init__(self, **record: Any) -> None:
         from fast_attention.integrations.saving import FORMAT  # and the attention's name is known from here on
 
-        if record.get("format") == EARLIER:
-            refuse_changed(str(record.get("layers")))
-        else:
-            files.readable(record, FORMAT, "the model")
+        files.readable(record, FORMAT, "the model")
         if missing := {"layers", "sha256"} - {*record}:
             raise ValueError(f"config.json lacks the {' and '.join(sorted(missing))} of a swapped model")
         self.quant_method: Any = NAME
@@ -157,7 +151,7 @@ def _drawing() -> Iterator[None]:
         torch.set_default_dtype(default_dtype)
 
 
-def _layer(model: nn.Module, name: str, *, mechanism: str, kept: bool, **shape: int) -> Any:
+def _layer(model: nn.Module, name: str, *, mechanism: str, unchanged: bool, **shape: int) -> Any:
     """A layer's mechanism, its weights drawn and not yet loaded."""
     from fast_attention.integrations import relative
     from fast_attention.integrations.swapped import Swapped
@@ -166,7 +160,7 @@ def _layer(model: nn.Module, name: str, *, mechanism: str, kept: bool, **shape: 
     with _drawing():
         positions = relative.of(model, name)
         bound = relative.bound(catalogue.parse(mechanism), Shape(**shape), positions)
-    return Swapped(bound.to(device=parameter.device, dtype=parameter.dtype), kept=kept, positions=positions)
+    return Swapped(bound.to(device=parameter.device, dtype=parameter.dtype), unchanged=unchanged, positions=positions)
 
 
 fresh.guard()

@@ -56,14 +56,14 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class Layer(AttentionLayer):
-    """An attention layer that was swapped for a mechanism, or kept.
+    """An attention layer that was swapped for a mechanism, or left unchanged.
 
     Attributes:
         mechanism: What it runs after the swap, as an expression.
-        why: For a layer that was kept the reason; for a swapped one remarks.
+        why: For a layer that was left unchanged the reason; for a swapped one remarks.
         replaced: Whether it was swapped.
         parameters: How many learned parameters came with the mechanism.
-        untrained: What its outputs are worth before training; empty for a layer that was kept.
+        untrained: What its outputs are worth before training; empty for a layer that was left unchanged.
     """
 
     mechanism: str
@@ -87,7 +87,7 @@ class Report:
         return tuple(layer for layer in self.layers if layer.replaced)
 
     @property
-    def kept(self) -> tuple[Layer, ...]:
+    def unchanged(self) -> tuple[Layer, ...]:
         """The layers that stayed exact, each with its reason."""
         return tuple(layer for layer in self.layers if not layer.replaced)
 
@@ -131,7 +131,7 @@ class Report:
             first = group[0]
             causal = ", causal" if first.is_causal else ""
             lines.append(f"{span([layer.name for layer in group])}: {first.heads} heads of {first.head_dim}{causal}")
-            outcome = f"-> {first.mechanism}" if first.replaced else f"kept, {first.mechanism}"
+            outcome = f"-> {first.mechanism}" if first.replaced else f"unchanged, {first.mechanism}"
             untrained = first.untrained and f"untrained: {first.untrained}"
             for text in filter(None, (f"{first.kind} {outcome}", untrained, first.why)):
                 lines += wrapped(text)

@@ -29,7 +29,7 @@ from fast_attention.integrations.modules import swapped_in
 from fast_attention.integrations.swapped import Swapped, layers_of
 from fast_attention.mechanism import Unsupported
 
-FORMAT = "fast-attention swapped model 3"
+FORMAT = "fast-attention swapped model 4"
 RECORD = "quantization_config"  # the place in config.json from which transformers calls another library while loading
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 PUSH = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
@@ -88,7 +88,7 @@ def save_pretrained(
         )
         record: dict[str, Any] = {"quant_method": NAME, "format": FORMAT, "version": __version__}
         of_interface = {
-            name: {"mechanism": repr(part.bound.mechanism), **dataclasses.asdict(part.bound.shape), "kept": part.kept}
+            name: {"mechanism": repr(part.bound.mechanism), **dataclasses.asdict(part.bound.shape), "unchanged": part.unchanged}
             for name, part in layers.items()
         }
         record["layers"] = of_interface | torch_nn.records(model)

@@ -25,13 +25,13 @@ class Swapped(nn.Module):
 
     Args:
         bound: The mechanism.
-        kept: Whether this is exact attention because nothing else was asked for, or nothing else would do.
+        unchanged: Whether this is exact attention because nothing else was asked for, or nothing else would do.
         positions: What the model's positions add to the layer's scores, where that is known.
     """
 
-    def __init__(self, bound: Bound, *, kept: bool = False, positions: relative.Positions | None = None) -> None:
+    def __init__(self, bound: Bound, *, unchanged: bool = False, positions: relative.Positions | None = None) -> None:
         super().__init__()
-        self.bound, self.kept, self.positions = bound, kept, positions
+        self.bound, self.unchanged, self.positions = bound, unchanged, positions
         self.hooks: tuple[Any, ...] = ()
 
     def exact(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, cache: StateLayer | None) -> Tensor | None:
@@ -95,7 +95,7 @@ class Swapped(nn.Module):
 
     def extra_repr(self) -> str:
         """Whether it is the model's own attention."""
-        return "kept" if self.kept else ""
+        return "unchanged" if self.unchanged else ""
 
 
 def like_module(bound: Bound, module: nn.Module, model: nn.Module) -> Bound:
