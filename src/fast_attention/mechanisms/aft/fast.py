@@ -160,7 +160,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, bonus: Tensor | None, mask: Tensor | None, scale: Tensor,
     *, keep: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """Outputs of all queries, and the sums before every group; ``decay`` w and ``bonus`` u are (heads, 1, D) or None."""
+    """Outputs of all queries, and sums before every group; ``decay`` w and ``bonus`` u are (heads, 1, D) or None."""
     width, out, saved = v.shape[-1], torch.empty_like(q), list[Tensor]()
     carry = k.new_zeros(*k.shape[:-2], 1, 2 * width, dtype=torch.float64 if decay is None else k.dtype)
     gain = None if bonus is None else torch.cat([bonus, bonus], -1).exp()
