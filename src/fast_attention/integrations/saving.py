@@ -89,9 +89,10 @@ def save_pretrained(
         record: dict[str, Any] = {"quant_method": NAME, "format": FORMAT, "version": __version__}
         of_interface = {
             name: {
-                "mechanism": repr(part.bound.mechanism), "unchanged": part.unchanged,
+                "mechanism": repr(part.bound.mechanism),
+                "unchanged": part.unchanged,
                 **dataclasses.asdict(part.bound.shape),
-            }  # fmt: skip
+            }
             for name, part in layers.items()
         }
         record["layers"] = of_interface | torch_nn.records(model)
