@@ -71,7 +71,7 @@ FAULTS = [
           "tests/conversion/test_convert_command.py -k mixed_lengths"),
     Fault("what gzip hides has no limit", "lab/texts.py", "if len(content) > FILE_BYTES:", "if False:",
           "tests/lab/test_texts.py -k 'no_text and bomb'"),
-    Fault("transformers does not know swapped models", "lab/loading.py", 'for part in ("attention", "loading"):', "for part in ():",
+    Fault("transformers does not know swapped models", "lab/loading.py", 'importlib.import_module("fast_attention.integrations")', "pass",
           "tests/lab/test_loading.py -k fresh_process"),
     Fault("the last of two options counts", "lab/command_line.py", "if order.count(option) > 1 and", "if order.count(option) > 2 and",
           "tests/lab/test_cli.py -k 'bad_input and option'"),

@@ -241,6 +241,7 @@ def test_a_swapped_folder_opens_in_a_fresh_process(tmp_path: Path) -> None:
         ["export", "model"],
     ]  # fmt: skip
     asked = [(words[0], str(tmp_path), f"from fast_attention import cli\ncli.main({words})") for words in commands]
-    assert told(asked) == {"check": "", "advise": "", "export": ""}
+    asked.append(("load", str(tmp_path), "from fast_attention.lab import loading\nloading.load('model')"))
+    assert told(asked) == {"check": "", "advise": "", "export": "", "load": ""}
     assert (tmp_path / "out" / "advice.json").exists()
     assert (place / "model.pt2").exists()

@@ -239,8 +239,7 @@ def quiet_transformers(purpose: str) -> Any:
         InputError: It is not installed.
     """
     transformers = need("transformers", "hf", purpose)
-    for part in ("attention", "loading"):  # what a swapped folder names, unknown to transformers until these are there
-        importlib.import_module(f"fast_attention.integrations.{part}")
+    importlib.import_module("fast_attention.integrations")  # which makes known what a swapped folder names
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
