@@ -98,7 +98,7 @@ def load(tree: Path, name: str, folder: Path, commit: str = "") -> Tree:
     source = tree / "src" / "fast_attention"
     if not source.is_dir():
         sys.exit(f"benchmarks: {tree} holds no src/fast_attention")
-    for path in source.rglob("*.py"):
+    for path in (path for kind in ("*.py", "*.csv") for path in source.rglob(kind)):
         target = folder / name / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(re.sub(r"\bfast_attention\b", name, path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention import Unsupported, __version__, catalogue, files
-from fast_attention.known_names import refuse_changed
 from fast_attention.nn.feedforward import ChunkedFeedForward
 from fast_attention.nn.reversible import Reversible, ReversibleSequence
 from fast_attention.nn.token_mixer import TokenMixer
 from fast_attention.value import Value, at_least, one_of
 
 Positions = Literal["auto", "learned", "sinusoidal", "rotary", "none"]
-FORMAT, EARLIER = "fast-attention model 2", "fast-attention model 1"  # alike but for what refuse_changed refuses
+FORMAT = "fast-attention model 1"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 MODELS = Path(__file__).parent / "data"  # with protein-mini, a trained encoder
 
@@ -470,10 +469,7 @@ def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
         raise FileNotFoundError(f"{os.fspath(folder)} holds no model: {CONFIG} is missing")
     try:
         settings = files.decoded((path / CONFIG).read_text(encoding="utf-8"))
-        if settings.get("format") == EARLIER:
-            refuse_changed(settings["mechanism"])
-        else:
-            files.readable(settings, FORMAT, os.fspath(folder))
+        files.readable(settings, FORMAT, os.fspath(folder))
         digests = settings.pop("sha256")
         if _digest(settings) != digests[CONFIG]:
             raise ValueError(f"{CONFIG} is not what was written")

@@ -216,7 +216,6 @@ OLD_NAMES = {
     "gpu": "forms known both",
     "mechanism.py": "summary",
     "integrations": "tried might above both kept",
-    "conversion": "kept",
     "integrations/visible.py": "back",
 }
 

@@ -298,7 +298,7 @@ def test_auto_is_measured_and_within_a_chunk(teacher: Any, above: int, monkeypat
     told = convert_by_length(model, "Local(window=2)", batch, HELD, **given)
     assert asked == [("Local(window=2)", 4, 8, False)]
     assert told.mechanism == f"ByLength(long=Local(window=2), above={above})"
-    assert told.unchanged == {"encoder.layer.1.attention.self": "asked for"}
+    assert told.kept == {"encoder.layer.1.attention.self": "asked for"}
     mechanisms = [repr(each.bound.mechanism) for each in layers_of(model).values()]
     assert mechanisms == [told.mechanism, "Softmax()", told.mechanism]
 

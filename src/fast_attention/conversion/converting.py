@@ -190,7 +190,7 @@ class _Run:
         return {
             "model": f"{type(self.original).__name__} of {size:,} parameters",
             "weights": outcome.fingerprint(self.original), "mechanism": f"{self.mechanism!r}{limit}",
-            "layers that stay exact": repr([*self.result.unchanged]), "teacher": repr(self.teacher),
+            "layers that stay exact": repr([*self.result.kept]), "teacher": repr(self.teacher),
             "settings": repr(self.settings),
         }  # fmt: skip
 

@@ -104,7 +104,7 @@ class Conversion:
     goal: str
     mechanism: str
     layers: list[str]  # all attention layers
-    unchanged: dict[str, str]  # those that stayed exact, each with the reason
+    kept: dict[str, str]  # those that stayed exact, each with the reason
     figures: dict[str, Figures] = field(default_factory=dict)
     by_group: dict[str, dict[str, Figures]] = field(default_factory=dict)  # of each group that was held out
     exact_up_to: int | None = None  # tokens up to which exact attention serves
@@ -123,10 +123,10 @@ class Conversion:
     @property
     def converted(self) -> list[str]:
         """The layers that run the mechanism."""
-        return [name for name in self.layers if name not in self.unchanged]
+        return [name for name in self.layers if name not in self.kept]
 
 
-FORMAT = b"fast-attention conversion 3\n"
+FORMAT = b"fast-attention conversion 2\n"
 State = dict[str, Tensor]
 
 

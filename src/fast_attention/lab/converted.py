@@ -175,7 +175,7 @@ def layers(record: Converted) -> Table:
     """Mechanism of every layer, and its error at every stage."""
     result, rows = record.conversion, []
     for name in result.layers:
-        runs = result.mechanism if name in result.converted else f"exact attention: {result.unchanged[name]}"
+        runs = result.mechanism if name in result.converted else f"exact attention: {result.kept[name]}"
         rows.append([name, runs, *(fixed(errors.get(name), ".3f") for errors in result.errors.values())])
     return Table(["layer", "runs", *(f"error, {STAGES[when]}" for when in result.errors)], rows, left=[1])
 

@@ -110,6 +110,8 @@ class Groups(NamedTuple):
         """The sums before each group and behind the last, ``carry`` being those before the first; ``backwards`` so."""
         total, over_group = self.totals(rows, backwards=backwards), self.over_group
         total = total.flip(-2) if backwards else total
+        if over_group is None and total.shape[-2] == 1:
+            return torch.cat([carry, carry + total], -2)
         if over_group is None:  # float64 never rounds to the rows' precision on its way
             return torch.cat([carry, total.double()], -2).mT.contiguous().cumsum(-1).mT
         return sums_before(total, over_group.flip(-2) if backwards else over_group, carry)

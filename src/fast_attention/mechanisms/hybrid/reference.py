@@ -266,8 +266,9 @@ def _near_and_far(
     masked, unknown = None, ~sinks.present[..., None, None, :]
     if plan.is_causal:
         masked = ~masks.band(block, plan.keys_left, plan.keys_right, left=None, right=0, device=device)
-        at = plan.start + torch.arange(number * block, device=device).view(number, block, 1)
-        unknown = unknown | (sinks.position[..., None, None, :] > at)
+        first = plan.start + torch.arange(number, device=device)[:, None] * block
+        at = first + torch.arange(block, device=device)
+        unknown = unknown | (sinks.position[..., None, None, :] > at[..., None])
     if visible is None and not plan.inside(k.shape[-2]):
         visible = torch.ones(k.shape[-2], dtype=torch.bool, device=device)
     if visible is not None:
