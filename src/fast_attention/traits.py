@@ -113,5 +113,5 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Width of a whole token: ``heads * head_dim``."""
+        """Width of a whole token, ``heads * head_dim``."""
         return self.heads * self.head_dim

@@ -53,7 +53,7 @@ class Value:
 
     @property
     def expression(self) -> str:
-        """The repr, computed once: a frozen value never changes."""
+        """The repr, computed once, as a frozen value never changes."""
         return self._expression or repr(self)
 
     def __repr__(self) -> str:

@@ -58,7 +58,7 @@ class BiasMixin(SinksMixin):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Traits with the bias: learned where it is, and no approximation of unbiased attention."""
+        """Traits with the bias, learned where it is, and no approximation of unbiased attention."""
         traits = self.base_traits  # torch.compile reads no property of super()
         traits = learned(traits) if self.sinks else traits
         return traits if self.bias is None else _traits(traits, self.bias)

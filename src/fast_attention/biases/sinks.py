@@ -47,7 +47,7 @@ class SinksMixin:
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Traits with the sinks: learned, and no approximation of attention without them."""
+        """Traits with the sinks, learned, and no approximation of attention without them."""
         return learned(self.base_traits) if self.sinks else self.base_traits
 
     @property
@@ -65,7 +65,7 @@ class SinksMixin:
 
     @property
     def takes_sinks(self) -> bool:
-        """Whether another module may hold the sinks' scores: there are none of its own."""
+        """Whether another module may hold the sinks' scores, as there are none of its own."""
         return not self.sinks
 
     def with_sinks(self, sinks: Tensor, w: Any) -> tuple[Any, Any]:

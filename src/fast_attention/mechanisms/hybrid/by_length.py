@@ -286,7 +286,7 @@ class ByLength(Attention[Any, ByLengthState]):
 
     @property
     def shares_cache(self) -> bool:  # type: ignore[override]
-        """Whether ``short`` does: ``long`` gets repeated heads."""
+        """Whether ``short`` does; ``long`` gets repeated heads."""
         return self.short.shares_cache
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:

@@ -176,7 +176,7 @@ class Hybrid(Attention[Any, HybridState]):
 
     @property
     def takes_sinks(self) -> bool:
-        """Whether another module may hold the sinks' scores: ``near`` has none of its own."""
+        """Whether another module may hold the sinks' scores, as ``near`` has none of its own."""
         return self.near.takes_sinks
 
     def with_sinks(self, sinks: Tensor, w: Any) -> tuple[Any, Any]:
