@@ -869,9 +869,16 @@ class SectionWork : public FeatureWork {
 
 // One head from its first key to its last, each key read once: in causal order the queries' sections sum their own keys.
 inline bool read_head(const FeaturesCall& c, int64_t head) {
-  for (int64_t s = 0; s < c.leading(); ++s) SectionWork(c, head, false).sum_section(s);
   bool finite = true;
   SectionWork work(c, head, false);
+  if (c.key_sections() == 1 && c.first.kv == nullptr && c.last.kv == nullptr) {  // sums of one section, or of nothing
+    work.begin_sums(work.sums_before(0));
+    work.begin_sums(work.sums_before(1));
+    if (!c.causal) SectionWork(c, head, false).sum_keys(work.of_keys(0), MANY, work.sums_before(1));
+    for (int64_t s = 0; s < c.query_sections(); ++s) finite &= SectionWork(c, head, false).read(s);
+    return finite;
+  }
+  for (int64_t s = 0; s < c.leading(); ++s) SectionWork(c, head, false).sum_section(s);
   Totals totals(work);
   totals.begin();
   work.scan(totals, c.leading());
