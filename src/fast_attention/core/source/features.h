@@ -775,8 +775,14 @@ class SectionWork : public FeatureWork {
   // In place of the gradients that each section's queries give to the sums before it, those of all later sections to the
   // sums after it; those of all queries in the first slot.
   void scan_gradients(const FeaturesGradients& d, bool all_summed) {
+    const float* end = sums_before(c.key_sections()).scale;
+    if (c.query_sections() == 1 && !(c.causal && c.leading() > 0) && d.last.kv == nullptr && d.first.kv == nullptr) {
+      const FeatureSums only = gradients_after(d, c.causal ? 1 : 0);  // of one section of queries, or of none after it
+      if (c.causal) clear(only.kv, sum_numbers);
+      return copy_row(only.scale, end);
+    }
     Totals totals(*this);
-    copy_row(totals.scale, sums_before(c.key_sections()).scale);
+    copy_row(totals.scale, end);
     if (d.last.kv != nullptr) {
       float log;
       totals.read(d.last);
