@@ -99,7 +99,7 @@ def test_memory_grows_as_the_mechanisms_own(name: str) -> None:
 
 
 transformers = pytest.importorskip("transformers")
-layers_of = pytest.importorskip("fast_attention.integrations.swapped").layers_of
+layers_of = pytest.importorskip("fast_attention.integrations.attention").layers_of
 calls = pytest.importorskip("fast_attention.integrations.calls")
 
 

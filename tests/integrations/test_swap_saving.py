@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fast_attention import catalogue, files, from_pretrained, swap, swap_back
 from fast_attention.integrations import saving
-from fast_attention.integrations.swapped import layers_of
+from fast_attention.integrations.attention import layers_of
 from fast_attention.mechanism import Unsupported
 from tests.integrations.test_swap import build, inputs, out
 

@@ -10,8 +10,7 @@ from transformers.models.parakeet import modeling_parakeet
 from transformers.models.wav2vec2_bert import modeling_wav2vec2_bert
 from transformers.models.wav2vec2_conformer import modeling_wav2vec2_conformer
 
-from fast_attention.integrations.attention import attention
-from fast_attention.integrations.swapped import adds_positions
+from fast_attention.integrations.attention import adds_positions, attention
 from fast_attention.integrations.visible import Visibility
 
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from fast_attention.integrations import calls, packed_rows, unpadding
 from fast_attention.integrations import saving as saving  # a model that was pickled saves its mechanisms
+from fast_attention.integrations.attention import layers_of
 from fast_attention.integrations.exact import attention as attention  # and finds its functions
-from fast_attention.integrations.swapped import layers_of
 from fast_attention.integrations.visible import Visibility
 
 ENTERED = "_fast_attention_entered"  # where a swapped model, and each one inside it, says that its calls are noted

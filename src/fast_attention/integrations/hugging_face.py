@@ -5,6 +5,7 @@ A probe forward finds the layers, and a second one checks the result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +27,12 @@ from fast_attention.integrations import (
     unpadding,
     visible,
 )
-from fast_attention.integrations.attention import NAME, SINKS
+from fast_attention.integrations.attention import CHILD, NAME, SINKS, Swapped, keeps_state, layers_of
 from fast_attention.integrations.exact import masks
 from fast_attention.integrations.exact.attention import BIAS, CAP, POSITIONS, SUPPORTED
 from fast_attention.integrations.fresh import BEFORE, SWAPPED
 from fast_attention.integrations.probing import AttentionCall
 from fast_attention.integrations.report import ExactLayer, ExactReport, Layer
-from fast_attention.integrations.swapped import CHILD, Swapped, keeps_state, layers_of, like_module
 from fast_attention.integrations.untrained import quality
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
@@ -68,7 +68,7 @@ def swap(
             if bound is not None:
                 swapped = Swapped(bound, unchanged=not layer.replaced, positions=relative.of(model, layer.name))
                 _install(model.get_submodule(layer.name), swapped)
-        probing.check_called(model, [layer.name for layer, _ in layers], forward)
+        _check_called(model, [layer.name for layer, _ in layers], forward)
         forward_pass.enter_calls(model)
         if skip_padding:
             if others := [layer.name for layer, bound in uncalled if bound is None]:
@@ -132,6 +132,37 @@ def _check(model: PreTrainedModel) -> None:
         )
 
 
+def _check_called(model: PreTrainedModel, names: list[str], forward: Callable[..., None]) -> None:
+    """Run a forward pass of a swapped model, and raise ``Unsupported`` unless it called every one of the layers.
+
+    A second one has padding, of which some models make masks of their own.
+    """
+    ran: set[nn.Module] = set()  # a layer raises itself where other attention ran
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: ran.add(module))
+    try:
+        forward()
+    except Unsupported:
+        raise
+    except Exception as error:  # of a layer whose masks or shapes are other than the interface's
+        layer = next((name for name in names if model.get_submodule(name) not in ran), "a part behind its attention")
+        raise Unsupported(
+            f"{type(model).__name__} does not run with the layers swapped: {layer} raised {type(error).__name__}: "
+            f"{error}. What would work: the attention of its own, which it has again"
+        ) from error
+    finally:
+        handle.remove()
+    if uncalled_layers := [name for name in names if model.get_submodule(name) not in ran]:
+        raise Unsupported(f"after the swap these layers were not called: {', '.join(uncalled_layers)}")
+    try:
+        forward(padded=True)
+    except Unsupported as error:
+        raise Unsupported(
+            f"{type(model).__name__} does not run on a padded batch with the layers swapped: {error}"
+        ) from error
+    except Exception:  # of a model that reads such a mask in another way, swapped or not
+        return
+
+
 def _uncalled(
     name: str, call: AttentionCall, model: PreTrainedModel, run: set[nn.Module]
 ) -> tuple[Layer, Bound | None]:
@@ -158,13 +189,20 @@ def _plan(
     chosen_mechanism: Any = relative.with_own_bias(Softmax() if mechanism is None or reason else mechanism, positions)
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.needs_max_len else 0)
-    bound = like_module(relative.bound(chosen_mechanism, shape, positions), call.module, model)
+    like = _like(call, model)
+    bound = relative.bound(chosen_mechanism, shape, positions).to(device=like.device, dtype=like.dtype)
     learned, why, untrained = sum(p.numel() for p in bound.parameters()), reason, ""
     if mechanism is not None and not reason:
         why = "; ".join(_notes(chosen_mechanism, call, positions))
         untrained = quality(mechanism, learned, window=call.window, is_causal=call.is_causal)
     kind, sizes = type(call.module).__name__, (call.heads, call.head_dim, call.is_causal)
     return Layer(name, kind, *sizes, repr(chosen_mechanism), why, not reason, learned, untrained), bound
+
+
+def _like(call: AttentionCall, model: nn.Module) -> Tensor:
+    """A tensor of a layer's device and dtype, or of its model's: a quantized layer may have no numbers."""
+    weights = (*call.module.parameters(), *model.parameters())
+    return next((p for p in weights if p.is_floating_point()), torch.empty(()))
 
 
 def _unsupported_reason(
@@ -348,8 +386,7 @@ def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, in
     seen, order = call.visibility, "causal " if call.is_causal else ""
     before = "what ran before", None, None
     named = getattr(getattr(call.module, "config", model.config), "_attn_implementation", None)
-    weights = (*call.module.parameters(), *model.parameters())
-    dtype = next((p.dtype for p in weights if p.is_floating_point()), torch.float32)
+    dtype = _like(call, model).dtype
     shortest = masks.shortest(dtype)
     extra = "".join(f", with {NAMED.get(name, name)}" for name in call.changes)
     if call.crosses and POSITIONS in call.changes:

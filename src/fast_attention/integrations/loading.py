@@ -88,7 +88,7 @@ class Restoring(HfQuantizer):
     def postprocess_model(self, model: Any, **settings: Any) -> Any:
         """Complete the swap, and raise unless sizes agree and all weights of the mechanisms were loaded."""
         from fast_attention.integrations import forward_pass, modules, unpadding
-        from fast_attention.integrations.swapped import CHILD
+        from fast_attention.integrations.attention import CHILD
 
         skip_padding = self.quantization_config.skip_padding
         self.remove_quantization_config(model)
@@ -154,7 +154,7 @@ def _drawing() -> Iterator[None]:
 def _layer(model: nn.Module, name: str, *, mechanism: str, unchanged: bool, **shape: int) -> Any:
     """A layer's mechanism, its weights drawn and not yet loaded."""
     from fast_attention.integrations import relative
-    from fast_attention.integrations.swapped import Swapped
+    from fast_attention.integrations.attention import Swapped
 
     parameter = next(model.get_submodule(name).parameters())
     with _drawing():

@@ -23,10 +23,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fast_attention import __version__, catalogue, files
 from fast_attention.integrations import timm, torch_nn, unpadding
-from fast_attention.integrations.attention import NAME
+from fast_attention.integrations.attention import NAME, Swapped, layers_of
 from fast_attention.integrations.fresh import BEFORE, SWAPPED
 from fast_attention.integrations.modules import swapped_in
-from fast_attention.integrations.swapped import Swapped, layers_of
 from fast_attention.mechanism import Unsupported
 
 FORMAT = "fast-attention swapped model 4"

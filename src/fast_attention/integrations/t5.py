@@ -22,9 +22,9 @@ from transformers.models.umt5 import modeling_umt5
 from fast_attention.engine.offsets import Terms
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls
+from fast_attention.integrations.attention import adds_positions
 from fast_attention.integrations.exact import masks
 from fast_attention.integrations.relative import NOTHING, TABLE
-from fast_attention.integrations.swapped import adds_positions
 from fast_attention.integrations.visible import Visibility
 
 
