@@ -3,7 +3,7 @@
 Importing it lets transformers' own ``from_pretrained`` read swapped models.
 """
 
-from fast_attention.integrations import registration
+from fast_attention.integrations import fresh
 from fast_attention.integrations.extending import Extension as Extension
 from fast_attention.integrations.extending import extend as extend
 from fast_attention.integrations.late_chunking import Chunk as Chunk
@@ -24,4 +24,4 @@ __all__ = [
     "swap_back",
 ]  # fmt: skip
 
-registration.install()
+fresh.install()

@@ -24,16 +24,14 @@ from fast_attention.integrations import (
     probing,
     relative,
     report,
-    unpadding,
     visible,
 )
 from fast_attention.integrations.attention import CHILD, NAME, SINKS, Swapped, keeps_state, layers_of
-from fast_attention.integrations.exact import masks
-from fast_attention.integrations.exact.attention import BIAS, CAP, POSITIONS, SUPPORTED
+from fast_attention.integrations.exact import attention as exact
+from fast_attention.integrations.exact.attention import BIAS, CAP, NAMES, POSITIONS, SUPPORTED
 from fast_attention.integrations.fresh import BEFORE, SWAPPED
 from fast_attention.integrations.probing import AttentionCall
-from fast_attention.integrations.report import ExactLayer, ExactReport, Layer
-from fast_attention.integrations.untrained import quality
+from fast_attention.integrations.report import ExactLayer, ExactReport, Layer, quality
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.nn.bound import Bound
@@ -75,7 +73,7 @@ def swap(
                 raise Unsupported(
                     f"skip_padding=True: {others[0]} keeps attention of its own, to which a packed row is one text"
                 )
-            unpadding.try_skipping(model)
+            forward_pass.try_skipping(model)
     except BaseException:
         swap_back(model)
         raise
@@ -96,7 +94,7 @@ def swap_back(model: PreTrainedModel) -> bool:
     if SWAPPED not in model.__dict__:
         return False
     model.name_or_path = model.__dict__.pop(SWAPPED)
-    unpadding.set_skipping(model, None)
+    forward_pass.set_skipping(model, None)
     forward_pass.leave_calls(model)
     modules.restore_classes(model)
     for name, swapped in layers_of(model).items():
@@ -105,7 +103,7 @@ def swap_back(model: PreTrainedModel) -> bool:
         del model.get_submodule(name)._modules[CHILD]
     for config in fresh.configs(model):
         named = config._attn_implementation
-        config._attn_implementation_internal = vars(config).pop(BEFORE, masks.FORMER.get(named, named))
+        config._attn_implementation_internal = vars(config).pop(BEFORE, exact.FORMER.get(named, named))
     return True
 
 
@@ -309,12 +307,12 @@ def swap_exactly(
         skips = calls_ours and skip_padding is not False
         if skips:
             try:
-                unpadding.try_skipping(model, unpadding.WHERE_IT_PAYS)
+                forward_pass.try_skipping(model, forward_pass.WHERE_IT_PAYS)
             except Unsupported as error:
                 if skip_padding:
                     raise
                 skips = False
-                if unpadding.can_skip(model):
+                if forward_pass.can_skip(model):
                     why = str(error).removeprefix("skip_padding=True").lstrip(": ")
                     notes.append(f"Padding is computed: {why}")
         if not ExactReport(model, tuple(layers), skips).gains:
@@ -336,7 +334,7 @@ def _call_exact_forms(model: PreTrainedModel) -> bool:
             part.config.model_type in modules.ALIBI or part._can_set_attn_implementation()
         ):
             named = str(part.config._attn_implementation)
-            part.config._attn_implementation_internal = masks.NAMES.get(named, named)
+            part.config._attn_implementation_internal = NAMES.get(named, named)
             calls_ours = True
     forward_pass.enter_calls(model, forward_pass.EXACT)
     return calls_ours
@@ -387,13 +385,13 @@ def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, in
     before = "what ran before", None, None
     named = getattr(getattr(call.module, "config", model.config), "_attn_implementation", None)
     dtype = _like(call, model).dtype
-    shortest = masks.shortest(dtype)
+    shortest = exact.shortest(dtype)
     extra = "".join(f", with {NAMED.get(name, name)}" for name in call.changes)
     if call.crosses and POSITIONS in call.changes:
         return "attention to another sequence", "torch's kernel, without zeros for all pairs", shortest, None
     if call.crosses:
         return f"attention to another sequence{extra}", *before
-    if named not in masks.NAMES.values():
+    if named not in NAMES.values():
         return f"{order}attention by {named}{extra}", *before
     if not {*call.changes} <= {*SUPPORTED}:
         return f"{order}attention{extra}", *before
@@ -414,9 +412,9 @@ def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, in
         window = "a window" if seen.keys_left is None else f"a window of {seen.keys_left:,} tokens back"
         if not call.is_causal:
             window += f" and {'all' if seen.keys_right is None else format(seen.keys_right, ',')} ahead"
-        start = shortest if named == masks.NAMES["eager"] else masks.pays_from(seen.keys_left, seen.keys_right, dtype)
+        start = shortest if named == NAMES["eager"] else exact.pays_from(seen.keys_left, seen.keys_right, dtype)
         return f"{order}attention in {window}{extra}", "in tiles", start, shortest
-    if named == masks.NAMES["eager"]:
+    if named == NAMES["eager"]:
         return whole, "torch's fused kernel in place of plain operations", shortest, shortest
     return whole, "torch's kernel, as before", None, shortest
 

@@ -87,7 +87,7 @@ class Restoring(HfQuantizer):
 
     def postprocess_model(self, model: Any, **settings: Any) -> Any:
         """Complete the swap, and raise unless sizes agree and all weights of the mechanisms were loaded."""
-        from fast_attention.integrations import forward_pass, modules, unpadding
+        from fast_attention.integrations import forward_pass, modules
         from fast_attention.integrations.attention import CHILD
 
         skip_padding = self.quantization_config.skip_padding
@@ -107,7 +107,7 @@ class Restoring(HfQuantizer):
         missing = [name for name, x in mechanism_tensors if not getattr(x, "_is_hf_initialized", x.is_meta)]
         if missing:
             raise ValueError(f"weights of the mechanisms are missing: {', '.join(missing)}")
-        unpadding.set_skipping(model, unpadding.ALWAYS if skip_padding else None)
+        forward_pass.set_skipping(model, forward_pass.ALWAYS if skip_padding else None)
         return model
 
 

@@ -22,9 +22,9 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fast_attention import __version__, catalogue, files
-from fast_attention.integrations import timm, torch_nn, unpadding
+from fast_attention.integrations import timm, torch_nn
 from fast_attention.integrations.attention import NAME, Swapped, layers_of
-from fast_attention.integrations.fresh import BEFORE, SWAPPED
+from fast_attention.integrations.fresh import BEFORE, SKIPS, SWAPPED
 from fast_attention.integrations.modules import swapped_in
 from fast_attention.mechanism import Unsupported
 
@@ -95,7 +95,7 @@ def save_pretrained(
             for name, part in layers.items()
         }
         record["layers"] = of_interface | torch_nn.records(model)
-        record |= {"skip_padding": True} if unpadding.skips(model) else {}
+        record |= {"skip_padding": True} if SKIPS in vars(model.base_model) else {}
         record["sha256"] = {path.name: files.sha256(path) for path in weights}
         config = json.loads(
             config_path.read_text(encoding="utf-8"),

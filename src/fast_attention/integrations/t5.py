@@ -23,7 +23,7 @@ from fast_attention.engine.offsets import Terms
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls
 from fast_attention.integrations.attention import adds_positions
-from fast_attention.integrations.exact import masks
+from fast_attention.integrations.exact.attention import NAMES, is_long
 from fast_attention.integrations.relative import NOTHING, TABLE
 from fast_attention.integrations.visible import Visibility
 
@@ -49,8 +49,8 @@ class Relative:
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
         """The numbers of all queries and keys, as they were before the swap; zeros broadcast where that pays."""
         if self.layer is None:
-            is_long = masks.is_long(q.shape[-2], q.dtype)
-            return q.new_zeros((1, 1, 1, 1) if is_long else (1, q.shape[1], q.shape[-2], k.shape[-2]))
+            pays = is_long(q.shape[-2], q.dtype)
+            return q.new_zeros((1, 1, 1, 1) if pays else (1, q.shape[1], q.shape[-2], k.shape[-2]))
         return _own(self.layer).compute_bias(
             self.layer, q.shape[-2], k.shape[-2], device=q.device, past_seen_tokens=self.past or 0
         )
@@ -77,7 +77,7 @@ def _relative(layer: Any, hidden_states: Tensor, mask: Any, given: Any, *, cross
         return given
     length = hidden_states.shape[1]
     if crosses and isinstance(mask, Tensor):
-        return hidden_states.new_zeros(1, 1, 1, 1) if masks.is_long(length, hidden_states.dtype) else None
+        return hidden_states.new_zeros(1, 1, 1, 1) if is_long(length, hidden_states.dtype) else None
     if not (crosses or layer.has_relative_attention_bias) or not _is_ours(layer, hidden_states, length, mask, crosses):
         return None
     return Relative(None if crosses else layer)
@@ -89,13 +89,13 @@ def _is_ours(layer: Any, like: Tensor, length: int, mask: Any, crosses: bool) ->
     if isinstance(mask, Visibility):
         return mask.packing is not None or not drops
     is_row = mask is None or mask.shape[1:3] == (1, 1)  # of keys alone, as Switch Transformers makes it
-    pays = like.is_cpu and not drops and masks.is_long(length, like.dtype)
+    pays = like.is_cpu and not drops and is_long(length, like.dtype)
     return is_row and pays and not _may_show(layer)
 
 
 def _is_exact(layer: Any) -> bool:
     """Whether the layer calls an attention function of an exact swap."""
-    return layer.config._attn_implementation in masks.NAMES.values()
+    return layer.config._attn_implementation in NAMES.values()
 
 
 def _may_show(layer: Any) -> bool:
@@ -104,7 +104,7 @@ def _may_show(layer: Any) -> bool:
     Where gradient checkpointing computes a layer again, the call that may have asked for them is over.
     """
     computes_again = layer.training and getattr(layer, "gradient_checkpointing", False)
-    is_eager = layer.config._attn_implementation == masks.NAMES["eager"]
+    is_eager = layer.config._attn_implementation == NAMES["eager"]
     return is_eager and (calls.shows_any() or computes_again)
 
 
