@@ -28,7 +28,7 @@ FAULTS = [
     Fault("holes in a text are closed up", "integrations/exact/attention.py",
           "return not others and _runs_on(seen)", "return not others", "tests/hf/test_swapped.py -k callers_own"),
     Fault("attention matrices are lost", "integrations/exact/attention.py",
-          'is_shown = calls.shows_any() and before == "eager"', "is_shown = False", "tests/hf/test_swapped.py -k matrices"),
+          'is_shown = calls.shows() and before == "eager"', "is_shown = False", "tests/hf/test_swapped.py -k matrices"),
     Fault("a check compares a model with itself", "integrations/calls.py", "    return _forcing(False)", "    return _forcing(True)",
           "tests/hf/test_swapped.py -k where_results"),
     Fault("a form that is another function stays", "integrations/hugging_face.py", "        _compare(model, forward)\n", "",

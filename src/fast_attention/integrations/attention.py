@@ -229,7 +229,7 @@ def attention(
     default_scale = query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - default_scale) > 1e-6 * default_scale:
         query = query * (scaling / default_scale)
-    shown = calls.shows(swapped)
+    shown = calls.shows()
     is_simple = not (shown or changes or dropout)
     out, weights = swapped.exact(query, key, value, visibility, cache) if is_simple else None, None
     if out is None:

@@ -88,7 +88,7 @@ class StateLayer(CacheLayerMixin):
         Raises:
             Unsupported: They come from a layer that does not continue the state.
         """
-        if not calls.continues(self):
+        if not any(call.cache is self for call in calls.active()):
             raise Unsupported(
                 f"this cache keeps a state of {self.bound.mechanism!r} in place of keys and values, and a layer that "
                 "keeps none was given it: the model was swapped back or swapped for another mechanism since, or is in "
@@ -195,12 +195,6 @@ class StateLayer(CacheLayerMixin):
         """Repeat each sequence ``repeats`` times."""
         if self.state is not None:
             self.reorder_cache(torch.arange(self.batch, device=self.device).repeat_interleave(repeats))
-
-    def offload(self) -> None:
-        """Do nothing: a state is small enough to stay on the device."""
-
-    def prefetch(self) -> None:
-        """Do nothing: the state never left the device."""
 
     def activate_past_recording(self) -> None:
         """Keep a record of the tokens from now on, so that ``crop`` can take them back."""

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import calls, packed_rows
 from fast_attention.integrations import saving as saving  # a model that was pickled saves its mechanisms
-from fast_attention.integrations.attention import layers_of
 from fast_attention.integrations.exact import attention as attention  # and finds its functions
 from fast_attention.integrations.fresh import SKIPS
 from fast_attention.integrations.modules import evaluating, first_position
@@ -30,7 +29,6 @@ from fast_attention.mechanism import Unsupported
 ENTERED = "_fast_attention_entered"  # where a swapped model, and each one inside it, says that its calls are noted
 MECHANISMS, EXACT = "mechanisms", "exact"  # what it says: by which kind of swap
 TEXTS = (3, 9, 1, 5)  # tokens of the texts on which a model is tried
-ALWAYS, WHERE_IT_PAYS = "always", "where it pays"  # how
 LEAST, PER_TEXT = 32, 3  # tokens of padding that a batch, and each text in it, must have for it to pay
 NEEDED = ("input_ids", "attention_mask", "position_ids")
 
@@ -87,17 +85,22 @@ def _noted(model: Any, inner: Any, names: tuple[str, ...], *args: Any, **kwargs:
     is_exact = model.__dict__[ENTERED] == EXACT
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     argument = given.get("output_attentions")
-    wanted = model.config.output_attentions if argument is None else argument
-    mask = kwargs.get("attention_mask")
-    layers = (model,) if is_exact else tuple(layers_of(model).values()) if wanted else ()
-    calls.begin(
-        model, shown=layers if wanted else (), position_ids=given.get("position_ids"),
+    shown = model.config.output_attentions if argument is None else argument
+    mask, around = kwargs.get("attention_mask"), [call.module for call in calls.active()]
+    call = calls.begin(
+        model, shown=bool(shown), position_ids=given.get("position_ids"),
         packed={} if is_exact else packed_rows.borders_in(given), arguments=frozenset(given),
     )  # fmt: skip
     try:
-        if isinstance(mask, Visibility) and not calls.is_part(model):  # a part takes what its model made for it
-            kwargs = {**kwargs, "attention_mask": mask.dense()}  # which generate made: the model takes tensors
-        return run(model, own, args, kwargs)
+        if isinstance(mask, Visibility) and not any(part is model for other in around for part in other.modules()):
+            # which generate made: a model takes tensors, and a part of it what its model made for it
+            kwargs = {**kwargs, "attention_mask": mask.dense()}
+        row = flattened(model, given) if SKIPS in model.__dict__ else None
+        if row is None:
+            return own(*args, **kwargs)
+        arguments, is_token = row
+        call.packed = packed_rows.borders_in(arguments)
+        return padded(model, own(**arguments), is_token)
     finally:
         calls.end(model)
 
@@ -126,25 +129,13 @@ def leave_calls(model: nn.Module) -> None:
 # Padding --------------------------------------------------------------------------------------------------------------
 
 
-def set_skipping(model: PreTrainedModel, how: str | None) -> None:
-    """Let a swapped model skip padding, ``how``: always, or where it pays; None: let it not."""
+def set_skipping(model: PreTrainedModel, skips: bool) -> None:
+    """Let a swapped model skip padding, or let it not."""
     model.base_model.__dict__.pop(SKIPS, None)
-    model.base_model.__dict__.update({SKIPS: how} if how else {})
+    model.base_model.__dict__.update({SKIPS: True} if skips else {})
 
 
-def run(model: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-    """The forward pass of a model that is being called; without the padding in its inputs if it skips that."""
-    row = flattened(model, args, kwargs) if SKIPS in model.__dict__ else None
-    if row is None:
-        return forward(*args, **kwargs)
-    arguments, is_token = row
-    call = calls.present(model)
-    assert call is not None
-    call.packed = packed_rows.borders_in(arguments)
-    return padded(model, forward(**arguments), is_token)
-
-
-def try_skipping(model: PreTrainedModel, how: str = ALWAYS) -> None:
+def try_skipping(model: PreTrainedModel) -> None:
     """Let a swapped model skip padding, if it then gives what it gives for each text alone.
 
     Raises:
@@ -169,22 +160,24 @@ def try_skipping(model: PreTrainedModel, how: str = ALWAYS) -> None:
     mask = (torch.arange(max(TEXTS), device=base.device) < lengths[:, None]).long()
     with torch.no_grad(), evaluating(model):
         wanted = [base(text) for text in texts]
-        set_skipping(model, ALWAYS)
+        set_skipping(model, True)
         try:
-            outputs = base(batch, attention_mask=mask)
-        finally:
-            set_skipping(model, None)
+            with calls.forced():
+                outputs = base(batch, attention_mask=mask)
+        except BaseException:
+            set_skipping(model, False)
+            raise
     pairs = [(outputs.last_hidden_state[i, : len(x.last_hidden_state[0])], x.last_hidden_state[0])
              for i, x in enumerate(wanted)]  # fmt: skip
     if getattr(outputs, "pooler_output", None) is not None:
         pairs += [(outputs.pooler_output[i], x.pooler_output[0]) for i, x in enumerate(wanted)]
     off = max(float((got - x).abs().max() / x.abs().max()) for got, x in pairs)
     if not off <= torch.finfo(base.dtype).eps ** 0.5:
+        set_skipping(model, False)
         raise Unsupported(
             f"skip_padding=True: {name} gives other outputs for packed texts than for each alone (off by {off:.1%}), "
             "for something in it depends on the row. What would work: padded batches"
         )
-    set_skipping(model, how)
 
 
 def can_skip(model: PreTrainedModel) -> bool:
@@ -199,14 +192,15 @@ def pays(is_token: Bool[Tensor, "batch length"]) -> bool:
     return size - int(is_token.sum()) >= LEAST + PER_TEXT * texts
 
 
-def flattened(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor] | None:
+def flattened(model: Any, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor] | None:
     """The arguments of a call, of one row without the padding, and where tokens are; None where it stays as it is.
 
-    That is where nothing is padded, attention matrices or tuples are asked for, or code is traced.
+    That is where nothing is padded, attention matrices or tuples are asked for, code is traced, or an exact model gains
+    nothing by it.
     """
     if traced():
         return None
-    arguments = {**dict(zip(_names(model), args, strict=False)), **kwargs}
+    arguments = {**given}
     mask = arguments.pop("attention_mask", None)
     shown, as_object = (
         getattr(model.config, name) if arguments.get(name) is None else arguments[name]
@@ -221,7 +215,7 @@ def flattened(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     is_token = mask.bool()
     if bool(is_token.all()) or not bool(is_token.any()):
         return None
-    if model.__dict__.get(SKIPS) == WHERE_IT_PAYS and not calls.runs_ours(pays(is_token)):
+    if model.__dict__[ENTERED] == EXACT and not calls.runs_ours(pays(is_token)):
         return None
     if arguments.get("position_ids") is None and "position_ids" in _names(model):
         arguments["position_ids"] = _positions(model, arguments.get("input_ids"), is_token)

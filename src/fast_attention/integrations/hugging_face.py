@@ -94,7 +94,7 @@ def swap_back(model: PreTrainedModel) -> bool:
     if SWAPPED not in model.__dict__:
         return False
     model.name_or_path = model.__dict__.pop(SWAPPED)
-    forward_pass.set_skipping(model, None)
+    forward_pass.set_skipping(model, False)
     forward_pass.leave_calls(model)
     modules.restore_classes(model)
     for name, swapped in layers_of(model).items():
@@ -307,7 +307,7 @@ def swap_exactly(
         skips = calls_ours and skip_padding is not False
         if skips:
             try:
-                forward_pass.try_skipping(model, forward_pass.WHERE_IT_PAYS)
+                forward_pass.try_skipping(model)
             except Unsupported as error:
                 if skip_padding:
                     raise

@@ -107,7 +107,7 @@ class Restoring(HfQuantizer):
         missing = [name for name, x in mechanism_tensors if not getattr(x, "_is_hf_initialized", x.is_meta)]
         if missing:
             raise ValueError(f"weights of the mechanisms are missing: {', '.join(missing)}")
-        forward_pass.set_skipping(model, forward_pass.ALWAYS if skip_padding else None)
+        forward_pass.set_skipping(model, skip_padding)
         return model
 
 

@@ -105,7 +105,7 @@ def _may_show(layer: Any) -> bool:
     """
     computes_again = layer.training and getattr(layer, "gradient_checkpointing", False)
     is_eager = layer.config._attn_implementation == NAMES["eager"]
-    return is_eager and (calls.shows_any() or computes_again)
+    return is_eager and (calls.shows() or computes_again)
 
 
 def forward(

@@ -86,7 +86,7 @@ def structured(before: str, **given: Any) -> Any:
     ):
         return as_before()
     packed = next(iter(calls.packed()), None)
-    is_shown = calls.shows_any() and before == "eager"
+    is_shown = calls.shows() and before == "eager"
     if is_shown or not calls.runs_ours(packed is not None or q_length >= shortest(dtype)):
         return as_before()
     recording = probing.recording() is not None
