@@ -47,9 +47,9 @@ FAULTS = [
           "if False and any(", "tests/hf/test_big_bird.py -k not_run"),
     Fault("unknown tensors are harmless when a layer is computed again", "integrations/attention.py",
           "unknown = tensors - harmless", "unknown = set()", "tests/hf/test_training.py -k unknown_tensors"),
-    Fault("T5's positions are those of other offsets", "integrations/t5.py", "first = -int(offsets[0])",
+    Fault("T5's positions are those of other offsets", "integrations/own_code.py", "first = -int(offsets[0])",
           "first = 1 - int(offsets[0])", "tests/hf/test_scores.py -k 'T5 or t5'"),
     Fault("a soft cap is left out", "integrations/exact/attention.py", '"cap": float(cap or 0.0)', '"cap": 0.0', "tests/hf/test_scores.py -k soft_caps"),
-    Fault("ALiBi's slopes have the other sign", "integrations/alibi.py", "return -modeling_mpt", "return modeling_mpt",
+    Fault("ALiBi's slopes have the other sign", "integrations/own_code.py", "return -modeling_mpt", "return modeling_mpt",
           "tests/hf/test_scores.py"),
 ]  # fmt: skip

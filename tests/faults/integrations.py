@@ -143,7 +143,7 @@ FAULTS = [
           "tests/integrations/test_swap_sinks.py -k 'own_sinks and mechanism1'"),
     Fault("T5's decoder has buckets of both directions", "integrations/relative.py", "bidirectional=not holder.is_decoder", "bidirectional=True",
           "tests/integrations/test_swap_positions.py -k 'inside_a_window and UMT5'"),
-    Fault("T5 computes a bias of all pairs beside a window", "integrations/t5.py", "    if given is None and adds_positions(layer, mask):", "    if False:",
+    Fault("T5 computes a bias of all pairs beside a window", "integrations/own_code.py", "    if given is None and adds_positions(layer, mask):", "    if False:",
           "tests/integrations/test_swap_positions.py -k 'as_large and MT5'"),
     Fault("a bias of all pairs is added twice", "integrations/attention.py", "if relative.carries(bound.mechanism):", "if False:",
           "tests/integrations/test_swap_positions.py -k 'by_tokens and Softmax'"),

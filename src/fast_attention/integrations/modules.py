@@ -16,12 +16,13 @@ PACKAGE = __name__.rpartition(".")[0]
 # Folders of transformers' models, and our files with subclasses of the modules in them, by the same names. Those of
 # ``exact``, and such as are called ``Exact...``, are for exact swaps alone.
 FILES = {
-    **dict.fromkeys(("bloom", "mpt"), "alibi"),
-    **dict.fromkeys(("longt5", "mt5", "pop2piano", "switch_transformers", "t5", "umt5"), "t5"),
-    **dict.fromkeys(("parakeet", "wav2vec2_bert", "wav2vec2_conformer"), "conformers"),
+    **dict.fromkeys((
+        "bloom", "longt5", "mpt", "mt5", "parakeet", "pop2piano", "switch_transformers", "t5", "umt5", "wav2vec2_bert",
+        "wav2vec2_conformer",
+    ), "own_code"),
     **dict.fromkeys(("led", "longformer"), "exact.longformer"),
     "big_bird": "exact.big_bird",
-}
+}  # fmt: skip
 ALIBI = ("bloom", "mpt")  # kinds of models whose masks are made by transformers' functions, and that call no interface
 
 
