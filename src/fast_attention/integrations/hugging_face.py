@@ -45,7 +45,7 @@ def swap(
     model: PreTrainedModel, wanted: Any, max_len: int | None, probe: dict[str, Any] | None = None,
     skip_padding: bool = False,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """Replace the attention of every layer that ``wanted`` names; the model is unchanged if that fails.
+    """Replace the attention of every layer that ``wanted`` names; a caller undoes what is left where that fails.
 
     Raises:
         Unsupported: The model does not call its attention through transformers' interface, no layer can be swapped, or
@@ -55,28 +55,24 @@ def swap(
     _check(model)
     probing.check_loaded(model)
     fresh.own_configs(model)
-    try:
-        _call_ours(model)
-        forward, called, run = probing.find_layers(model, probe)
-        layers = [_plan(name, call, report.chosen(name, wanted), model, max_len) for name, call in called.items()]
-        if not any(layer.replaced for layer, _ in layers):
-            raise Unsupported(report.nothing_swapped(model, [layer for layer, _ in layers]))
-        uncalled = [_uncalled(name, call, model, run) for name, call in probing.uncalled(model, called).items()]
-        for layer, bound in (*layers, *uncalled):
-            if bound is not None:
-                swapped = Swapped(bound, unchanged=not layer.replaced, positions=relative.of(model, layer.name))
-                _install(model.get_submodule(layer.name), swapped)
-        _check_called(model, [layer.name for layer, _ in layers], forward)
-        forward_pass.enter_calls(model)
-        if skip_padding:
-            if others := [layer.name for layer, bound in uncalled if bound is None]:
-                raise Unsupported(
-                    f"skip_padding=True: {others[0]} keeps attention of its own, to which a packed row is one text"
-                )
-            forward_pass.try_skipping(model)
-    except BaseException:
-        swap_back(model)
-        raise
+    _call_ours(model)
+    forward, called, run = probing.find_layers(model, probe)
+    layers = [_plan(name, call, report.chosen(name, wanted), model, max_len) for name, call in called.items()]
+    if not any(layer.replaced for layer, _ in layers):
+        raise Unsupported(report.nothing_swapped(model, [layer for layer, _ in layers]))
+    uncalled = [_uncalled(name, call, model, run) for name, call in probing.uncalled(model, called).items()]
+    for layer, bound in (*layers, *uncalled):
+        if bound is not None:
+            swapped = Swapped(bound, unchanged=not layer.replaced, positions=relative.of(model, layer.name))
+            _install(model.get_submodule(layer.name), swapped)
+    _check_called(model, [layer.name for layer, _ in layers], forward)
+    forward_pass.enter_calls(model)
+    if skip_padding:
+        if others := [layer.name for layer, bound in uncalled if bound is None]:
+            raise Unsupported(
+                f"skip_padding=True: {others[0]} keeps attention of its own, to which a packed row is one text"
+            )
+        forward_pass.try_skipping(model)
     model.name_or_path = ""  # adapters that are trained now must not be put on the exact model of that name
     return tuple(layer for layer, _ in (*layers, *uncalled))
 
@@ -289,38 +285,33 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 # Faster forms of the same ---------------------------------------------------------------------------------------------
 
 
-def swap_exactly(
-    model: PreTrainedModel, probe: dict[str, Any] | None, skip_padding: bool | None
-) -> tuple[list[ExactLayer], bool, list[str]]:
-    """Let a model compute what it computes in our forms: its layers, whether it skips padding, and remarks.
+def swap_exactly(model: PreTrainedModel, probe: dict[str, Any] | None, skip_padding: bool | None) -> ExactReport:
+    """Let a model compute what it computes in our forms.
 
-    It is as it was where nothing is gained.
+    It is as it was where nothing is gained. A caller undoes what is left where that fails.
 
     Raises:
         Unsupported: ``skip_padding=True`` and the model cannot.
     """
     notes: list[str] = []
     probing.check_loaded(model)
-    try:
-        calls_ours = _call_exact_forms(model)
-        layers = _exact_layers(model, probe, notes, probes=calls_ours)
-        skips = calls_ours and skip_padding is not False
-        if skips:
-            try:
-                forward_pass.try_skipping(model)
-            except Unsupported as error:
-                if skip_padding:
-                    raise
-                skips = False
-                if forward_pass.can_skip(model):
-                    why = str(error).removeprefix("skip_padding=True").lstrip(": ")
-                    notes.append(f"Padding is computed: {why}")
-        if not ExactReport(model, tuple(layers), skips).gains:
-            swap_back(model)
-    except BaseException:
+    calls_ours = _call_exact_forms(model)
+    layers = _exact_layers(model, probe, notes, probes=calls_ours)
+    skips = calls_ours and skip_padding is not False
+    if skips:
+        try:
+            forward_pass.try_skipping(model)
+        except Unsupported as error:
+            if skip_padding:
+                raise
+            skips = False
+            if forward_pass.can_skip(model):
+                why = str(error).removeprefix("skip_padding=True").lstrip(": ")
+                notes.append(f"Padding is computed: {why}")
+    found = ExactReport(model, tuple(layers), skips, tuple(notes))
+    if not found.gains:
         swap_back(model)
-        raise
-    return layers, skips, notes
+    return found
 
 
 def _call_exact_forms(model: PreTrainedModel) -> bool:
