@@ -14,7 +14,7 @@ from fast_attention import checks
 from fast_attention.engine.tracing import exporting, traced
 from fast_attention.integrations import calls, packed_rows, probing, relative, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
-from fast_attention.integrations.fresh import NAME
+from fast_attention.integrations.modules import NAME
 from fast_attention.integrations.packed_rows import Call
 from fast_attention.integrations.visible import Positions, Visibility
 from fast_attention.mechanism import Mechanism, Unsupported

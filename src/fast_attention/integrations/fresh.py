@@ -2,25 +2,21 @@
 
 ``BertModel(swapped.config)``, ``AutoModel.from_config`` and copies of such a config make ordinary models, of new
 weights. A swapped model's config says what it named before the swap; a model built from it gets a copy that names that.
-It is imported while transformers imports its models, or before: what needs those is imported in functions.
+It is imported while transformers imports its models: what needs those is imported in functions.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from functools import wraps
-from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-MODELS = "transformers.modeling_utils"  # whatever loads a model has imported it before
-NAME = "fast_attention"
+from fast_attention.integrations.modules import NAME
+
 BEFORE = "_fast_attention_before"  # where each config of a swapped model keeps what it named before
 SWAPPED = "_fast_attention_swapped"  # where a swapped model, of either kind, keeps the name that it had before
 SKIPS = "_fast_attention_skips_padding"  # where a base model that skips padding says how
@@ -130,40 +126,3 @@ def renewed(model: Any) -> None:
     is_loading = any(p.is_meta for p in model.parameters())
     if not is_loading:
         vars(model.config).pop("quantization_config", None)  # which names the mechanisms of other weights
-
-
-# Registering ----------------------------------------------------------------------------------------------------------
-
-
-class ModelsFinder(MetaPathFinder):
-    """Has ``_register`` called after transformers' models were imported."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """The ordinary spec of the module, whose loader also calls ``_register``.
-
-        Packages without an ``__init__`` have a ``path`` that is iterated but no sequence.
-        """
-        spec = PathFinder.find_spec(fullname, path) if fullname == MODELS else None
-        if spec is None or spec.loader is None:
-            return None
-        load = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            load(module)
-            _register()
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def install() -> None:
-    """Register now if transformers' models have been imported, else as soon as they are."""
-    if MODELS in sys.modules:
-        _register()
-    elif not any(isinstance(finder, ModelsFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, ModelsFinder())
-
-
-def _register() -> None:
-    """Make swapped models known to transformers."""
-    import_module("fast_attention.integrations.loading")

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fast_attention import catalogue, files
 from fast_attention.integrations import fresh
-from fast_attention.integrations.fresh import NAME
+from fast_attention.integrations.modules import NAME
 from fast_attention.mechanism import Shape
 
 

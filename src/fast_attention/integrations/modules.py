@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+NAME = "fast_attention"  # by which transformers calls our attention function
+MODELS = "transformers.modeling_utils"  # whatever loads a model has imported it before
 BEFORE = "_before_swap"  # where a module of ours keeps the one whose place it took, which shares its parts
 PARTS = ("_modules", "_parameters", "_buffers")
 PACKAGE = __name__.rpartition(".")[0]

@@ -20,6 +20,7 @@ from fast_attention.biases.bias import (
     TransformerXL,
     alibi_slopes,
 )
+from fast_attention.integrations.modules import original_class
 from fast_attention.mechanism import Mechanism, Shape
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.nn.bound import Bound
@@ -56,9 +57,9 @@ class Positions:
 
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
         """T5's own bias of all pairs of queries (B, H, L, E), the last of the keys (B, H, S, E)."""
-        holder: Any = self.holder
+        kind: Any = original_class(type(self.holder))  # type: ignore[arg-type]
         queries, keys = q.shape[-2], k.shape[-2]
-        return type(holder).compute_bias(holder, queries, keys, device=q.device, past_seen_tokens=keys - queries)
+        return kind.compute_bias(self.holder, queries, keys, device=q.device, past_seen_tokens=keys - queries)
 
 
 class Tied(Bound):

@@ -16,8 +16,7 @@ from torch import nn
 from fast_attention import catalogue, checks
 from fast_attention.integrations import crossover, modules, report, timm, torch_nn
 from fast_attention.integrations.crossover import ExactUpTo
-from fast_attention.integrations.fresh import MODELS
-from fast_attention.integrations.modules import restored_generators
+from fast_attention.integrations.modules import MODELS, restored_generators
 from fast_attention.integrations.report import ExactReport, Layer, Report, quality
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
