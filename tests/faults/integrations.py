@@ -147,7 +147,7 @@ FAULTS = [
           "tests/integrations/test_swap_positions.py -k 'as_large and MT5'"),
     Fault("a bias of all pairs is added twice", "integrations/attention.py", "if relative.carries(bound.mechanism):", "if False:",
           "tests/integrations/test_swap_positions.py -k 'by_tokens and Softmax'"),
-    Fault("a hole in a text of BLOOM's has a length", "integrations/attention.py", "if bool(visible.contiguous(tokens)):", "if True:",
+    Fault("a hole in a text of BLOOM's has a length", "integrations/attention.py", "or visible.contiguous(tokens):", "or True:",
           "tests/integrations/test_swap_positions.py -k 'by_tokens'"),
     Fault("a Conformer's sines and cosines alternate as in its own code", "integrations/relative.py", "by_head.permute(0, 3, 2, 1)",
           "by_head.permute(0, 2, 3, 1)", "tests/integrations/test_swap_conformers.py -k 'own_distances and Parakeet'"),

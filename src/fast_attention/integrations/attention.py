@@ -92,12 +92,7 @@ class Swapped(nn.Module):
         positions, tokens = self.positions, visibility.tokens
         if self.adds_positions(visibility):
             assert positions is not None
-            if not positions.by_token or tokens is None:
-                return {}
-            if torch.compiler.is_compiling():
-                visible.assert_contiguous(tokens)
-                return {}
-            if bool(visible.contiguous(tokens)):
+            if not positions.by_token or tokens is None or visible.contiguous(tokens):
                 return {}
         if position_bias.ndim == 0:
             assert positions is not None

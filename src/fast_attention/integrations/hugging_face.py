@@ -112,7 +112,10 @@ def _call_ours(model: PreTrainedModel) -> None:
         model.config._attn_implementation = NAME
     else:
         model.set_attn_implementation(NAME)
-    fresh.mark(model, former)
+    for config in fresh.configs(model):
+        vars(config).pop(BEFORE, None)
+        if config._attn_implementation == NAME and id(config) in former:
+            vars(config)[BEFORE] = former[id(config)]
 
 
 def _check(model: PreTrainedModel) -> None:
@@ -180,7 +183,9 @@ def _plan(
     """The report of a layer, and its mechanism: the wanted one, or exact attention where that cannot serve."""
     positions = relative.of(model, name)
     reason = report.UNNAMED if mechanism is None else _unsupported_reason(mechanism, call, positions)
-    chosen_mechanism: Any = relative.with_own_bias(Softmax() if mechanism is None or reason else mechanism, positions)
+    chosen_mechanism: Any = Softmax() if mechanism is None or reason else mechanism
+    if positions is not None and positions.bias is not None:
+        chosen_mechanism = relative.with_bias(chosen_mechanism, positions.bias) or chosen_mechanism
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.needs_max_len else 0)
     like = _like(call, model)

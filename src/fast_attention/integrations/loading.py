@@ -69,7 +69,7 @@ class Restoring(HfQuantizer):
         from fast_attention.integrations import hugging_face, modules, torch_nn
 
         implementation = model.config._attn_implementation
-        if not fresh.was_named(model):
+        if model not in fresh.RENEWED:
             raise ValueError(
                 f"config.json names mechanisms for {type(model).__name__}, whose weights were trained for them, and "
                 f"attn_implementation={implementation!r} would run other attention: leave that out, and call "

@@ -95,14 +95,7 @@ def texts_of(borders: Mapping[str, Tensor]) -> Packing:
 
 def numbered(texts: Int[Tensor, "batch length"]) -> Packing:
     """The packed texts of rows in which every token has its text's number; no text runs on into the next row."""
-    texts = texts - texts.min() if texts.numel() else texts
-    texts = texts + torch.arange(len(texts), device=texts.device)[:, None] * (texts.max() + 1 if texts.numel() else 1)
-    return counted(texts.flatten())
-
-
-def counted(texts: Int[Tensor, "tokens"]) -> Packing:
-    """The packed texts of one row in which every token has its text's number."""
-    lengths = tuple(texts.unique_consecutive(return_counts=True)[1].tolist())
+    lengths = tuple(n for row in texts for n in row.unique_consecutive(return_counts=True)[1].tolist())
     return Packing(lengths, lengths)
 
 

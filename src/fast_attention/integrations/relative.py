@@ -144,14 +144,6 @@ def with_bias(mechanism: Any, bias: Bias | None) -> Any:
     return replace(changed, bias=bias) if isinstance(mechanism, BiasMixin) else None
 
 
-def with_own_bias(mechanism: Any, positions: Positions | None) -> Any:
-    """The mechanism with the layer's bias in it, where there is one and the mechanism takes it."""
-    if positions is None or positions.bias is None:
-        return mechanism
-    changed = with_bias(mechanism, positions.bias)
-    return mechanism if changed is None else changed
-
-
 def unsupported_reason(mechanism: Any, extra: tuple[str, ...], positions: Positions | None) -> str:
     """The reason why a mechanism cannot serve a layer whose scores get these extra arguments; empty if it can."""
     added = [name for name in extra if name != "position_bias"]

@@ -240,7 +240,7 @@ def attend(
         size = torch.Size((k.shape[0], k.shape[2]))
         texts = numbers(seen, size).flatten()
         tokens = None if seen.tokens is None else seen.tokens[:, -size[1] :].flatten().nonzero()[:, 0]
-        packing, query_tokens = packed_rows.counted(texts if tokens is None else texts[tokens]), tokens
+        packing, query_tokens = packed_rows.numbered((texts if tokens is None else texts[tokens])[None]), tokens
         if q.shape[2] != k.shape[2]:  # of another sequence, each of which is one text
             packing, query_tokens = Packing((q.shape[2],) * len(q), packing.keys), None
     if packing is None:
