@@ -79,9 +79,9 @@ class Restoring(HfQuantizer):
         modules.exchange_classes(model, exact=False)
         layers = _present(model, self.quantization_config.layers)
         of_torch = {name: settings for name, settings in layers.items() if "module" in settings}
-        interfaced = {name: _layer(model, name, **layers[name]) for name in layers if name not in of_torch}
-        hugging_face.restore(model, interfaced)
         with _drawing():
+            interfaced = {name: _layer(model, name, **layers[name]) for name in layers if name not in of_torch}
+            hugging_face.restore(model, interfaced)
             torch_nn.restore(model, of_torch)
         self.sizes = {name: x.shape for name, x in model.state_dict().items()}
 
@@ -157,9 +157,8 @@ def _layer(model: nn.Module, name: str, *, mechanism: str, unchanged: bool, **sh
     from fast_attention.integrations.attention import Swapped
 
     parameter = next(model.get_submodule(name).parameters())
-    with _drawing():
-        positions = relative.of(model, name)
-        bound = relative.bound(catalogue.parse(mechanism), Shape(**shape), positions)
+    positions = relative.of(model, name)
+    bound = relative.bound(catalogue.parse(mechanism), Shape(**shape), positions)
     return Swapped(bound.to(device=parameter.device, dtype=parameter.dtype), unchanged=unchanged, positions=positions)
 
 
