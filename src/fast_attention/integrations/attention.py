@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from fast_attention import checks
+from fast_attention import checks, packed
 from fast_attention.engine.tracing import exporting, traced
-from fast_attention.integrations import calls, packed_rows, probing, relative, visible
+from fast_attention.integrations import calls, probing, relative, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
 from fast_attention.integrations.modules import NAME
-from fast_attention.integrations.packed_rows import Call
 from fast_attention.integrations.visible import Positions, Visibility
-from fast_attention.mechanism import Mechanism, Unsupported
+from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.hybrid.by_length import Part, covered, exact_for
 from fast_attention.nn.bound import Bound
+from fast_attention.packed import Packing
 
 CHILD = NAME  # what the module that holds a layer's mechanism is called in the attention module
 LONGEST = 1 << 17  # tokens of a model that knows no limit of its own
 SINKS = "s_aux"  # a score of each head that takes weight from all keys
 CHANGES = ("position_bias", "softcap", SINKS)  # arguments that alter the scores; windows come with the mask
 HARMLESS = (  # tensors that do not
-    *packed_rows.BORDERS, "max_length_q", "max_length_k", "input_ids", "position_ids", "cache_position"
+    *visible.BORDERS, "max_length_q", "max_length_k", "input_ids", "position_ids", "cache_position"
 )  # fmt: skip
+
+
+class Call(NamedTuple):
+    """A call of a layer's mechanism."""
+
+    bound: Bound
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visibility: Visibility
+    dropout: float = 0.0
+    sinks: Tensor | None = None
+    cache: Any = None  # where the mechanism's state is kept
+    changes: Mapping[str, Tensor] = MappingProxyType({})  # arguments that alter the scores, but sinks
 
 
 class Swapped(nn.Module):
@@ -166,7 +182,7 @@ def mask(
     if causal and kv_offset:  # a state may hold the keys before, which the mask is not about
         visibility = replace(visibility, reach=visible.reach(mask_function, positions))
     if visibility.sequences is None:  # transformers tells packed texts apart in causal masks without a cache only
-        visibility = replace(visibility, packing=packed_rows.from_position_ids(ids, batch_size, q_length))
+        visibility = replace(visibility, packing=visible.from_position_ids(ids, batch_size, q_length))
     return visibility
 
 
@@ -217,7 +233,7 @@ def attention(
     if call is not None:
         call.attended = True
     cached = key.shape[-2] - query.shape[-2] if visibility.is_causal else 0
-    texts = packed_rows.declared(query, key, extra, visibility, cached if cache is None else cache.length)
+    texts = visible.declared(query, key, extra, visibility, cached if cache is None else cache.length)
     visibility = visibility if texts is None else replace(visibility, packing=texts)
     if "position_bias" in changes:
         changes |= swapped.added(changes.pop("position_bias"), visibility, query, key)
@@ -264,7 +280,7 @@ def _run(call: Call) -> Tensor:
     keys_left = visibility.keys_left if visibility.keys_left is not None or cache is None else visibility.reach
     if changes or not visibility.complete or not visible.within_window(mechanism, keys_left, visibility.keys_right):
         if mechanism.traits.mask and texts is not None and visibility.complete and not changes:
-            return packed_rows.run(call, texts, windowed=True)
+            return run_packed(call, texts, windowed=True)
         if cache is not None and mechanism.traits.mask:
             cache.pass_over(q.shape[-2], "tokens under a mask of every pair")
         if mechanism.traits.mask:
@@ -275,11 +291,11 @@ def _run(call: Call) -> Tensor:
             raise mechanism.refuse("a mask of the model's own", "mask")
         raise Unsupported(visible.window_refusal(mechanism, keys_left, visibility.keys_right))
     if texts is None and visibility.sequences is not None:
-        texts = packed_rows.numbered(visibility.sequences)
+        texts = visible.numbered(visibility.sequences)
     if texts is not None:
         if cache is not None:
             cache.pass_over(q.shape[-2], "packed texts")
-        return packed_rows.run(call, texts)
+        return run_packed(call, texts)
     causal = visibility.is_causal
     if cache is None and visibility.begin and mechanism.traits.positions == "absolute":
         raise visible.positions_refused(mechanism, f"this cache has dropped the first {visibility.begin} tokens")
@@ -295,6 +311,27 @@ def _run(call: Call) -> Tensor:
     return bound(q, k, v, is_causal=causal, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)
 
 
+def run_packed(call: Call, texts: Packing, *, windowed: bool = False) -> Tensor:
+    """Attend within each text of the rows; ``windowed``: by a mask of the window, which the mechanism has not."""
+    bound, q, k, v, visibility, dropout, sinks, *_ = call
+    batch, key_mask = len(q), visibility.key_mask(k.shape[-2])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        order: Any = {"is_causal": visibility.is_causal}
+        if windowed:
+            order = {"attn_mask": visible.band(visibility, q.shape[-2], k.shape[-2], q.device)}
+        return bound(q, k, v, **order, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)
+
+    key_mask = None if key_mask is None else key_mask.reshape(1, -1)
+    kernel = None
+    if not windowed and dropout == 0.0 and sinks is None and isinstance(bound.mechanism, Attention):
+        kernel = packed.packed_kernel(bound.mechanism, bound.w, is_causal=visibility.is_causal)
+    out = packed.attend(
+        attend, visible.one_row(q), visible.one_row(k), visible.one_row(v), texts, key_mask, kernel=kernel
+    )
+    return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
+
+
 def _run_masked(call: Call) -> Tensor:
     """Run a mechanism with ``traits.mask`` with the model's dense mask and position bias."""
     bound, q, k, v, visibility, dropout, sinks, _, changes = call
@@ -302,7 +339,7 @@ def _run_masked(call: Call) -> Tensor:
         raise Unsupported(f"{bound.mechanism!r} takes no scores with {', '.join(unknown)}: keep the model's attention")
     mask, order = visibility.dense(), {}
     if visibility.packing is not None:
-        mask = packed_rows.per_sequence_mask(mask, visibility.packing, len(q))
+        mask = _per_sequence_mask(mask, visibility.packing, len(q))
     elif bound.mechanism.traits.positions == "absolute":
         keys, order = visible.order(bound.mechanism, visibility, mask, q.shape[-2])
         k, v, mask = k[..., :keys, :], v[..., :keys, :], mask[..., :keys]
@@ -313,6 +350,16 @@ def _run_masked(call: Call) -> Tensor:
         if relative.carries(bound.mechanism):  # which is in the mask already
             return relative.with_bias(bound.mechanism, None)(q, k, v, attn_mask=mask, dropout=dropout, **order)
     return bound(q, k, v, attn_mask=mask, dropout=dropout, enable_gqa=True, sinks=sinks, **order)
+
+
+def _per_sequence_mask(mask: Tensor, texts: Packing, batch: int) -> Tensor:
+    """A dense mask (..., L, S), True = may be seen or additive, in which texts do not see each other."""
+    numbers = [
+        torch.repeat_interleave(torch.tensor(lengths, device=mask.device)).view(batch, 1, -1)
+        for lengths in (texts.queries, texts.keys)
+    ]
+    same = numbers[0][..., :, None] == numbers[1][..., None, :]
+    return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, float("-inf"))
 
 
 AttentionInterface.register(NAME, attention)  # a swapped model that was pickled finds them in any process

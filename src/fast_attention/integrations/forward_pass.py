@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations import calls, packed_rows
+from fast_attention.integrations import calls, visible
 from fast_attention.integrations import saving as saving  # a model that was pickled saves its mechanisms
 from fast_attention.integrations.exact import attention as attention  # and finds its functions
 from fast_attention.integrations.fresh import SKIPS
@@ -89,7 +89,7 @@ def _noted(model: Any, inner: Any, names: tuple[str, ...], *args: Any, **kwargs:
     mask, around = kwargs.get("attention_mask"), [call.module for call in calls.active()]
     call = calls.begin(
         model, shown=bool(shown), position_ids=given.get("position_ids"),
-        packed={} if is_exact else packed_rows.borders_in(given), arguments=frozenset(given),
+        packed={} if is_exact else visible.borders_in(given), arguments=frozenset(given),
     )  # fmt: skip
     try:
         if isinstance(mask, Visibility) and not any(part is model for other in around for part in other.modules()):
@@ -99,7 +99,7 @@ def _noted(model: Any, inner: Any, names: tuple[str, ...], *args: Any, **kwargs:
         if row is None:
             return own(*args, **kwargs)
         arguments, is_token = row
-        call.packed = packed_rows.borders_in(arguments)
+        call.packed = visible.borders_in(arguments)
         return padded(model, own(**arguments), is_token)
     finally:
         calls.end(model)

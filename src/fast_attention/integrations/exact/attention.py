@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from fast_attention import core, packed
 from fast_attention.engine import heads, offsets, tiles
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations import calls, packed_rows, probing, visible
+from fast_attention.integrations import calls, probing, visible
 from fast_attention.integrations.attention import SINKS, changing
 from fast_attention.integrations.visible import Positions, Visibility, no_mask
 from fast_attention.mechanisms.dense.softmax import softmax_attention
@@ -103,7 +103,7 @@ def structured(before: str, **given: Any) -> Any:
         return as_before()
     seen = replace(seen, harmless=set())  # structures are kept, and shared by models
     if packed is not None:
-        return replace(seen, packing=packed_rows.texts_of(packed))
+        return replace(seen, packing=visible.texts_of(packed))
     pays = calls.runs_ours(False) or _pays(seen, positions, before, dtype)
     return seen if recording or (pays and _is_served(seen, positions)) else as_before()
 
@@ -183,7 +183,7 @@ def attention(
         return probing.record(module, query, key, value, seen, changed(given), is_causal=causal), None
     if seen is None and attention_mask is None and query.shape[2] == key.shape[2]:
         borders = next(iter(calls.packed()), None)  # of a packed row, for which the model makes no mask
-        seen = None if borders is None else Visibility(no_mask, packing=packed_rows.texts_of(borders))
+        seen = None if borders is None else Visibility(no_mask, packing=visible.texts_of(borders))
     changes = changed(given, seen)
     positions, cap = changes.get(POSITIONS), changes.get(CAP)
     takes = getattr(positions, "takes", None)  # of positions that were made before their mask was known
@@ -240,12 +240,12 @@ def attend(
         size = torch.Size((k.shape[0], k.shape[2]))
         texts = numbers(seen, size).flatten()
         tokens = None if seen.tokens is None else seen.tokens[:, -size[1] :].flatten().nonzero()[:, 0]
-        packing, query_tokens = packed_rows.numbered((texts if tokens is None else texts[tokens])[None]), tokens
+        packing, query_tokens = visible.numbered((texts if tokens is None else texts[tokens])[None]), tokens
         if q.shape[2] != k.shape[2]:  # of another sequence, each of which is one text
             packing, query_tokens = Packing((q.shape[2],) * len(q), packing.keys), None
     if packing is None:
         return call(q, k, v).transpose(1, 2).contiguous()
-    q_row, k_row, v_row = (packed_rows.one_row(x, at) for x, at in ((q, query_tokens), (k, tokens), (v, tokens)))
+    q_row, k_row, v_row = (visible.one_row(x, at) for x, at in ((q, query_tokens), (k, tokens), (v, tokens)))
     out = packed.attend(call, q_row, k_row, v_row, packing, None)[0].transpose(0, 1)  # (tokens, heads, values)
     if query_tokens is not None:
         out = out.new_zeros(q.shape[0] * q.shape[2], *out.shape[1:]).index_copy(0, query_tokens, out)
