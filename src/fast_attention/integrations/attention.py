@@ -233,7 +233,7 @@ def attention(
     if call is not None:
         call.attended = True
     cached = key.shape[-2] - query.shape[-2] if visibility.is_causal else 0
-    texts = visible.declared(query, key, extra, visibility, cached if cache is None else cache.length)
+    texts = visible.packed_texts(query, key, extra, visibility, cached if cache is None else cache.length)
     visibility = visibility if texts is None else replace(visibility, packing=texts)
     if "position_bias" in changes:
         changes |= swapped.added(changes.pop("position_bias"), visibility, query, key)
