@@ -141,38 +141,31 @@ def layers_of(model: nn.Module) -> dict[str, Swapped]:
 # Masks and attention --------------------------------------------------------------------------------------------------
 
 
-def mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *,
-    mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, device: Any = "cpu",
-    **settings: Any,
-) -> Visibility | Tensor:  # fmt: skip
+def mask(**given: Any) -> Any:
     """The mask function for transformers: a ``Visibility`` instead of a dense mask; a dense one for a static cache."""
+    q_length, kv_length, mask_function = given["q_length"], given["kv_length"], given["mask_function"]
+    q_offset, kv_offset = given.get("q_offset", 0), given.get("kv_offset", 0)
+    attention_mask, device = given.get("attention_mask"), given.get("device", "cpu")
 
-    def dense() -> Tensor:
-        options = {**settings, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        dense_mask = sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap=use_vmap,
-            device=device, **options,
-        )  # fmt: skip
-        assert dense_mask is not None
-        return dense_mask
+    def dense() -> Any:
+        return sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
-    causal = "allow_is_bidirectional_skip" not in settings  # as transformers announces it
+    causal = "allow_is_bidirectional_skip" not in given  # as transformers announces it
     if isinstance(q_offset, Tensor) or (causal and q_offset + q_length < kv_offset + kv_length):
         return dense()  # a cache of a fixed size, longer than the tokens so far
     compiling = torch.compiler.is_compiling()  # or exporting: values of tensors cannot be read
     tokens = None if attention_mask is None else visible.up_to(attention_mask, kv_offset + kv_length)
     tokens = tokens if compiling or tokens is None or not bool(tokens.all()) else None
-    if use_vmap:  # a mask function of the caller's, which may do anything
+    if given.get("use_vmap"):  # a mask function of the caller's, which may do anything
         return Visibility(dense, tokens, complete=False)
     if exporting():
-        longest = getattr(settings["config"].get_text_config(), "max_position_embeddings", None) or LONGEST
+        longest = getattr(given["config"].get_text_config(), "max_position_embeddings", None) or LONGEST
         return visible.exported(mask_function, int(longest), tokens, dense)
     device = torch.device(device) if isinstance(device, str) else device
-    positions = Positions(batch_size, q_offset, q_length, kv_offset, kv_length, device)
+    positions = Positions(given["batch_size"], q_offset, q_length, kv_offset, kv_length, device)
     ids = None if attention_mask is not None or q_length != kv_length else calls.position_ids()
     if compiling:
-        window = settings.get("local_size")
+        window = given.get("local_size")
         visibility = visible.declared(mask_function, positions, tokens, dense, is_causal=causal, window=window)
         return visibility if ids is not None and causal else visible.asserted(visibility)
     visibility = replace(visible.read(mask_function, positions, tokens, dense), borders=(*calls.packed(),))
@@ -182,7 +175,7 @@ def mask(
     if causal and kv_offset:  # a state may hold the keys before, which the mask is not about
         visibility = replace(visibility, reach=visible.reach(mask_function, positions))
     if visibility.sequences is None:  # transformers tells packed texts apart in causal masks without a cache only
-        visibility = replace(visibility, packing=visible.from_position_ids(ids, batch_size, q_length))
+        visibility = replace(visibility, packing=visible.from_position_ids(ids, given["batch_size"], q_length))
     return visibility
 
 
