@@ -88,15 +88,10 @@ class Swapped(nn.Module):
 
     def state_in(self, cache: Any, module: nn.Module) -> StateLayer | None:
         """The layer of transformers' cache that keeps the mechanism's state; None where keys and values are kept."""
-        index = getattr(module, "layer_idx", None)
-        if (
-            not keeps_state(self.bound.mechanism)
-            or module.training
-            or not getattr(module, "is_causal", False)
-            or None in (cache, index)
-        ):
+        index: Any = getattr(module, "layer_idx", None)
+        if index is None or module.training or not keeps_state(self.bound.mechanism):
             return None
-        return layer_of(cache, int(index or 0), self.bound)
+        return layer_of(cache, int(index), self.bound)
 
     def adds_positions(self, visibility: Any) -> bool:
         """Whether the mechanism makes what positions add to the scores, so that the model need not, for all pairs."""

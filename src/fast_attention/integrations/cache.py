@@ -253,7 +253,7 @@ Layer: Any = DynamicLayer
 Layer.activate_past_recording = getattr(Layer, "activate_past_recording", _activate_past_recording)
 
 
-def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
+def layer_of(cache: Cache, index: int, bound: Bound) -> StateLayer | None:
     """The ``StateLayer`` of a cache at ``index``, made in place of an empty ``DynamicLayer``; None if that has tokens.
 
     Raises:
@@ -261,8 +261,6 @@ def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
-    if not isinstance(cache, Cache):
-        return None
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]

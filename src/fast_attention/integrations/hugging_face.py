@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from fast_attention import cache_argument, core
+from fast_attention import core
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
 from fast_attention.integrations import (
     calls,
@@ -268,10 +268,8 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
     swapped = module._modules.get(CHILD)
     if not isinstance(swapped, Swapped):
         return
-    given, cache = (*args, *kwargs.values()), None
-    if getattr(module, "is_causal", False):
-        caches = [x for x in given if isinstance(x, Cache)]
-        cache = caches[0] if caches else cache_argument.given(kwargs)
+    given = (*args, *kwargs.values())
+    cache = next((x for x in given if isinstance(x, Cache)), None) if getattr(module, "is_causal", False) else None
     adds_positions = swapped.positions is not None and any(swapped.adds_positions(x) for x in given)
     state = None if cache is None else swapped.state_in(cache, module)
     calls.begin(module, cache=state, adds_positions=adds_positions)
