@@ -201,7 +201,8 @@ class Slopes(NamedTuple):
 class _ALiBi:
     """Hands the softmax of BLOOM's and MPT's attention to the attention function of a swap."""
 
-    is_causal, is_exact = True, False
+    is_causal = True
+    is_exact: bool  # whether the swap is
     by_token: bool  # positions are counted over the tokens that are there
     slopes: Any
     training: bool
@@ -291,15 +292,3 @@ class MptAttention(_ALiBi, modeling_mpt.MptAttention):
         dropout = self.attn_dropout_p if self.training else 0.0
         out, weights = self.attend(q, k, v, attention_mask, dropout=dropout, scaling=self.softmax_scale)
         return self.out_proj(out.flatten(2)), weights
-
-
-class ExactBloomAttention(BloomAttention):
-    """BLOOM's attention module in an exact swap."""
-
-    is_exact = True
-
-
-class ExactMptAttention(MptAttention):
-    """MPT's attention module in an exact swap."""
-
-    is_exact = True
