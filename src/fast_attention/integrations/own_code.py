@@ -103,7 +103,7 @@ class Relative:
 
     def __call__(self, offsets: Int[Tensor, "offsets"]) -> Terms:
         """The numbers of neighbouring offsets, as the layer computes a row of its bias."""
-        return Terms(self._computed(1, len(offsets), offsets.device, -int(offsets[0]))[0, :, 0].contiguous())
+        return Terms(self._computed(1, len(offsets), -int(offsets[0]))[0, :, 0].contiguous())
 
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
         """The numbers of all queries and keys, as they were before the swap; zeros broadcast where that pays.
@@ -112,18 +112,18 @@ class Relative:
         """
         learns = self.layer is not None and self.layer.relative_attention_bias.weight.requires_grad
         if self.bias is not None and self.bias.requires_grad == (learns and torch.is_grad_enabled()):
-            return self.bias
+            return self.bias.to(q.device)
         if self.layer is None:
             pays = is_long(q.shape[-2], q.dtype)
             bias = q.new_zeros((1, 1, 1, 1) if pays else (1, q.shape[1], q.shape[-2], k.shape[-2]))
         else:
-            bias = self._computed(q.shape[-2], k.shape[-2], q.device, self.past)
+            bias = self._computed(q.shape[-2], k.shape[-2], self.past)
         self.bias = self.bias if calls.computed_again() else bias
-        return bias
+        return bias.to(q.device)
 
-    def _computed(self, queries: int, keys: int, device: torch.device, past: Any) -> Tensor:
+    def _computed(self, queries: int, keys: int, past: Any) -> Tensor:
         kind: Any = modules.original_class(type(self.layer))
-        return kind.compute_bias(self.layer, queries, keys, device=device, past_seen_tokens=past)
+        return kind.compute_bias(self.layer, queries, keys, past_seen_tokens=past)
 
     def takes(self, layer: Any, q: Tensor, mask: Any) -> bool:
         """Whether our form runs in a layer: where it pays, and no weights of a table's are dropped.
