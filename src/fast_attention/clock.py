@@ -29,20 +29,16 @@ def repeats_for(estimate: float) -> int:
 
 
 def in_turns(
-    runs: Mapping[Any, Callable[[], Any]], device: torch.device, rounds: int, patience: float = math.inf,
-    repeats: int = 1,
-) -> dict[Any, list[float]]:  # fmt: skip
-    """Seconds of every run, one after the other in each round, averaged over ``repeats`` calls.
-
-    After ``patience`` seconds no further round begins.
-    """
+    runs: Mapping[Any, Callable[[], Any]], device: torch.device, rounds: int, patience: float = math.inf
+) -> dict[Any, list[float]]:
+    """Seconds of every run, one after the other in each round; after ``patience`` seconds no further round begins."""
     times: dict[Any, list[float]] = {name: [] for name in runs}
     start = time.perf_counter()
     for number in range(rounds):
         if number and time.perf_counter() - start > patience:
             break
         for name, run in runs.items():
-            times[name].append(seconds(run, device, repeats))
+            times[name].append(seconds(run, device))
     return times
 
 
