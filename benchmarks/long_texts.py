@@ -51,7 +51,7 @@ def main() -> None:
         keep_memory(None)
     started, longest = environment.timestamp(), max(asked.lengths)
     held = models(asked.model, asked.mechanism, longest)
-    layers = [*integrations.swapped.layers_of(held[[*held][-1]])]
+    layers = [*integrations.attention.layers_of(held[[*held][-1]])]
     with Console(stderr=True).status("") as status:
         prices = costs.measure(held, layers, asked.lengths, longest, status.update, longest=PATIENCE)
     meta = {

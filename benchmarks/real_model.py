@@ -67,7 +67,7 @@ def main() -> None:
             if model is not None:
                 rows[-1] |= goals.measure(goal, model, {"": held})[0]
                 models[repr(mechanism)] = model
-        layers = [*fast_attention.integrations.swapped.layers_of(models["Softmax()"])]
+        layers = [*fast_attention.integrations.attention.layers_of(models["Softmax()"])]
         context = capture.context(original.config, tokenizer)
         found = costs.measure(models, layers, asked.lengths, context, status.update)
     meta = {

@@ -22,7 +22,7 @@ from fast_attention import FavorPlusPlus, from_pretrained, swap
 from fast_attention import convert as convert_by_length
 from fast_attention.conversion import Chunks, Conversion, ConversionSettings, goals
 from fast_attention.integrations import crossover
-from fast_attention.integrations.swapped import layers_of
+from fast_attention.integrations.attention import layers_of
 from fast_attention.mechanism import Unsupported
 
 transformers = pytest.importorskip("transformers")

@@ -27,7 +27,7 @@ from fast_attention.gpu import configurations, flex
 from fast_attention.gpu.configurations import EXPONENTIAL
 from fast_attention.gpu.exponential import operations
 from fast_attention.gpu.pooling import operations as pooling
-from fast_attention.integrations import packed_rows
+from fast_attention.integrations import attention
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanisms.aft import aft_simple as aft
 from fast_attention.packed import Packing
@@ -162,6 +162,6 @@ def test_rows_of_texts_in_swapped_models_are_one_launch() -> None:
     results = []
     for name in ("auto", "reference"):
         with implementation(name), trace.recorded() as steps:  # type: ignore[arg-type]
-            results.append(packed_rows.run(packed_rows.Call(bound, q, k, v, seen), texts))
+            results.append(attention.run_packed(attention.Call(bound, q, k, v, seen), texts))
         assert sum(step.path.startswith(trace.KERNEL) for step in steps) == (1 if name == "auto" else 0)
     assert_near(results[0], results[1].detach().double(), 1e-5)

@@ -175,10 +175,10 @@ def test_long_inputs_run_ours_without_a_mask_of_all_pairs(name: str, monkeypatch
     def refuse(*args: Any, **settings: Any) -> Any:
         raise AssertionError("a mask of all pairs was made")
 
-    from fast_attention.integrations.exact import masks
+    from fast_attention.integrations.exact import attention as exact
 
-    for before in masks.NAMES:
-        monkeypatch.setitem(masks.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, before, refuse)
+    for before in exact.NAMES:
+        monkeypatch.setitem(exact.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, before, refuse)
     assert away(wanted, first(model(ids, attention_mask=mask)), mask) < SAME
 
 

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function  # noqa: E402
 
 from fast_attention.integrations import visible  # noqa: E402
-from fast_attention.integrations.swapped import Swapped, layers_of  # noqa: E402
+from fast_attention.integrations.attention import Swapped, layers_of  # noqa: E402
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99,
          "max_position_embeddings": 700}  # fmt: skip

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fast_attention import from_pretrained, swap, swap_back
+from fast_attention.integrations.attention import layers_of
 from fast_attention.integrations.fresh import BEFORE
-from fast_attention.integrations.swapped import layers_of
 from tests.integrations.test_swap import ALL, build, inputs, kinds, out
 from tests.integrations.test_swap_probes import KINDS, first, made
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fast_attention import from_pretrained, swap, swap_back
 from fast_attention.engine import trace
-from fast_attention.integrations.swapped import layers_of
+from fast_attention.integrations.attention import layers_of
 from fast_attention.lab.loading import default_model
 
 transformers = pytest.importorskip("transformers")

@@ -153,7 +153,7 @@ def test_an_error_of_the_check_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
 
     model = build("Bert", "Model")
     monkeypatch.setattr("fast_attention.integrations.attention._run", failing)
-    monkeypatch.setattr("fast_attention.integrations.swapped.Swapped.exact", lambda *args: None)
+    monkeypatch.setattr("fast_attention.integrations.attention.Swapped.exact", lambda *args: None)
     with pytest.raises(Unsupported, match=r"BertModel does not run .*encoder\.layer\.0.*ValueError: attn_mask"):
         swap(model, "Softmax")
     assert not swap_back(model)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fast_attention import swap, swap_back
 from fast_attention.conformance.threads import difference_in_step
-from fast_attention.integrations import unpadding
+from fast_attention.integrations.fresh import SKIPS
 from fast_attention.lab.loading import default_model
 from fast_attention.mechanism import Unsupported
 
@@ -136,18 +136,18 @@ def test_heads_save_load_and_swap_back(tmp_path: Path) -> None:
     torch.testing.assert_close(skipped, plain, atol=2e-5, rtol=1e-4)
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    assert unpadding.skips(again)
+    assert SKIPS in vars(again.base_model)
     assert torch.equal(again(**given).logits, skipped)
     base = transformers.AutoModel.from_pretrained(tmp_path).eval()
     counts = rows_computed(base)
     base(**given)
     assert counts == [sum(LENGTHS)]
     assert swap_back(again)
-    assert not unpadding.skips(again)
+    assert SKIPS not in vars(again.base_model)
     swap(model, "LinearAttention")
-    assert not unpadding.skips(model)
+    assert SKIPS not in vars(model.base_model)
     model.save_pretrained(tmp_path / "padded")
-    assert not unpadding.skips(transformers.AutoModel.from_pretrained(tmp_path / "padded"))
+    assert SKIPS not in vars(transformers.AutoModel.from_pretrained(tmp_path / "padded").base_model)
 
 
 def test_copies_skip_padding_themselves() -> None:
@@ -155,7 +155,7 @@ def test_copies_skip_padding_themselves() -> None:
     swap(model, "LinearAttention", skip_padding=True)
     wanted = model(**given).last_hidden_state
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert unpadding.skips(copied)
+        assert SKIPS in vars(copied.base_model)
         for parameter in model.parameters():
             parameter.data.mul_(1.01)
         counts, others = rows_computed(copied), rows_computed(model)

@@ -11,7 +11,7 @@ from torch import nn
 
 from docs import measured
 from fast_attention import catalogue, swap
-from fast_attention.integrations.untrained import ESTIMATE, EXACT, NOTHING, cosines
+from fast_attention.integrations.report import ESTIMATE, EXACT, NOTHING, cosines
 from fast_attention.mechanism import Unsupported
 from tests.integrations.test_swap import build, inputs, out
 

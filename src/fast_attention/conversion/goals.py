@@ -61,9 +61,9 @@ def error(output: Tensor, reference: Tensor, mask: Tensor | None) -> Tensor:
 
 def layers_of(model: Any) -> dict[str, Any]:
     """The mechanisms of a swapped model, by the names of its layers."""
-    from fast_attention.integrations import swapped  # which imports transformers
+    from fast_attention.integrations import attention  # which imports transformers
 
-    return swapped.layers_of(model)
+    return attention.layers_of(model)
 
 
 @torch.no_grad()

@@ -1,63 +1,166 @@
-"""The attention function that transformers calls in a swapped model, and the masks it makes for it."""
+"""The layers of a swapped model, the attention function that transformers calls in them, and the masks for it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from fast_attention.engine.tracing import exporting
-from fast_attention.integrations import calls, packed_rows, probing, relative, visible
-from fast_attention.integrations.packed_rows import Call
-from fast_attention.integrations.swapped import CHILD, Swapped
+from fast_attention import checks, packed
+from fast_attention.engine.tracing import exporting, traced
+from fast_attention.integrations import calls, probing, relative, visible
+from fast_attention.integrations.cache import StateLayer, layer_of
+from fast_attention.integrations.modules import NAME
 from fast_attention.integrations.visible import Positions, Visibility
-from fast_attention.mechanism import Unsupported
+from fast_attention.mechanism import Attention, Mechanism, Unsupported
+from fast_attention.mechanisms.dense.softmax import softmax_attention
+from fast_attention.mechanisms.hybrid.by_length import Part, covered, exact_for
+from fast_attention.nn.bound import Bound
+from fast_attention.packed import Packing
 
-NAME = "fast_attention"
+CHILD = NAME  # what the module that holds a layer's mechanism is called in the attention module
 LONGEST = 1 << 17  # tokens of a model that knows no limit of its own
 SINKS = "s_aux"  # a score of each head that takes weight from all keys
 CHANGES = ("position_bias", "softcap", SINKS)  # arguments that alter the scores; windows come with the mask
 HARMLESS = (  # tensors that do not
-    *packed_rows.BORDERS, "max_length_q", "max_length_k", "input_ids", "position_ids", "cache_position"
+    *visible.BORDERS, "max_length_q", "max_length_k", "input_ids", "position_ids", "cache_position"
 )  # fmt: skip
 
 
-def mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *,
-    mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, device: Any = "cpu",
-    **settings: Any,
-) -> Visibility | Tensor:  # fmt: skip
+class Call(NamedTuple):
+    """A call of a layer's mechanism."""
+
+    bound: Bound
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visibility: Visibility
+    dropout: float = 0.0
+    sinks: Tensor | None = None
+    cache: Any = None  # where the mechanism's state is kept
+    changes: Mapping[str, Tensor] = MappingProxyType({})  # arguments that alter the scores, but sinks
+
+
+class Swapped(nn.Module):
+    """A layer's mechanism with its weights, in place of transformers' attention function.
+
+    Args:
+        bound: The mechanism.
+        unchanged: Whether this is exact attention because nothing else was asked for, or nothing else would do.
+        positions: What the model's positions add to the layer's scores, where that is known.
+    """
+
+    def __init__(self, bound: Bound, *, unchanged: bool = False, positions: relative.Positions | None = None) -> None:
+        super().__init__()
+        self.bound, self.unchanged, self.positions = bound, unchanged, positions
+        self.hooks: tuple[Any, ...] = ()
+
+    def exact(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, cache: StateLayer | None) -> Tensor | None:
+        """The outputs of a call, behind a ``cache`` if there is one, that comes to exact attention; None of another.
+
+        The mechanism is not asked for its weights then, nor checked: short texts cost what the original model takes.
+        """
+        bound, keys = self.bound, k.shape[-2]
+        if traced() or not visibility.is_whole or checks.empty(q, k, v):
+            return None
+        if bound._forward_pre_hooks or bound._forward_hooks or bound.members is not None:
+            return None
+        if cache is not None:
+            is_step = visibility.is_causal or q.shape[-2] == 1
+            return cache.exact(q, k, v) if visibility.tokens is None and is_step else None
+        if q.shape[:2] != k.shape[:2]:
+            return None
+        short, key_mask = exact_for(bound.mechanism, keys), visibility.key_mask(keys)
+        if short is None:
+            return None
+        if key_mask is None:
+            return softmax_attention(q, k, v, is_causal=visibility.is_causal, scale=short.scale)
+        k, v, mask = checks.without_masked(k, v, key_mask, "qkv")
+        if short is bound.mechanism:
+            return softmax_attention(q, k, v, key_mask=mask, is_causal=visibility.is_causal, scale=short.scale)
+        return covered(q, k, v, mask, Part(short, ()), is_causal=visibility.is_causal)
+
+    def state_in(self, cache: Any, module: nn.Module) -> StateLayer | None:
+        """The layer of transformers' cache that keeps the mechanism's state; None where keys and values are kept."""
+        index: Any = getattr(module, "layer_idx", None)
+        if index is None or module.training or not keeps_state(self.bound.mechanism):
+            return None
+        return layer_of(cache, int(index), self.bound)
+
+    def adds_positions(self, visibility: Any) -> bool:
+        """Whether the mechanism makes what positions add to the scores, so that the model need not, for all pairs."""
+        is_served = isinstance(visibility, Visibility) and visibility.complete
+        return is_served and relative.serves(self.bound.mechanism, self.positions)
+
+    def added(self, position_bias: Tensor, visibility: Visibility, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+        """The arguments that change scores, made of the model's ``position_bias``."""
+        positions, tokens = self.positions, visibility.tokens
+        if self.adds_positions(visibility):
+            assert positions is not None
+            if not positions.by_token or tokens is None or visible.contiguous(tokens):
+                return {}
+        if position_bias.ndim == 0:
+            assert positions is not None
+            position_bias = positions.dense(q, k)
+        return {"position_bias": position_bias}
+
+    def extra_repr(self) -> str:
+        """Whether it is the model's own attention."""
+        return "unchanged" if self.unchanged else ""
+
+
+def keeps_state(mechanism: Mechanism[Any, Any]) -> bool:
+    """Whether transformers' cache holds a mechanism's own state, not keys and values."""
+    traits = mechanism.traits
+    return traits.memory in ("constant", "window") or (traits.memory is not None and not traits.cross)
+
+
+def adds_positions(module: nn.Module, visibility: Any) -> bool:
+    """Whether a module's mechanism makes what positions add to its scores, under a mask."""
+    swapped = module._modules.get(CHILD)
+    return isinstance(swapped, Swapped) and swapped.adds_positions(visibility)
+
+
+def layers_of(model: nn.Module) -> dict[str, Swapped]:
+    """The mechanisms in a swapped model, by the names of their attention modules."""
+    end = f".{CHILD}"
+    return {name.removesuffix(end): part for name, part in model.named_modules() if isinstance(part, Swapped)}
+
+
+# Masks and attention --------------------------------------------------------------------------------------------------
+
+
+def mask(**given: Any) -> Any:
     """The mask function for transformers: a ``Visibility`` instead of a dense mask; a dense one for a static cache."""
+    q_length, kv_length, mask_function = given["q_length"], given["kv_length"], given["mask_function"]
+    q_offset, kv_offset = given.get("q_offset", 0), given.get("kv_offset", 0)
+    attention_mask, device = given.get("attention_mask"), given.get("device", "cpu")
 
-    def dense() -> Tensor:
-        options = {**settings, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        dense_mask = sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap=use_vmap,
-            device=device, **options,
-        )  # fmt: skip
-        assert dense_mask is not None
-        return dense_mask
+    def dense() -> Any:
+        return sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
-    causal = "allow_is_bidirectional_skip" not in settings  # as transformers announces it
+    causal = "allow_is_bidirectional_skip" not in given  # as transformers announces it
     if isinstance(q_offset, Tensor) or (causal and q_offset + q_length < kv_offset + kv_length):
         return dense()  # a cache of a fixed size, longer than the tokens so far
     compiling = torch.compiler.is_compiling()  # or exporting: values of tensors cannot be read
     tokens = None if attention_mask is None else visible.up_to(attention_mask, kv_offset + kv_length)
     tokens = tokens if compiling or tokens is None or not bool(tokens.all()) else None
-    if use_vmap:  # a mask function of the caller's, which may do anything
+    if given.get("use_vmap"):  # a mask function of the caller's, which may do anything
         return Visibility(dense, tokens, complete=False)
     if exporting():
-        longest = getattr(settings["config"].get_text_config(), "max_position_embeddings", None) or LONGEST
+        longest = getattr(given["config"].get_text_config(), "max_position_embeddings", None) or LONGEST
         return visible.exported(mask_function, int(longest), tokens, dense)
     device = torch.device(device) if isinstance(device, str) else device
-    positions = Positions(batch_size, q_offset, q_length, kv_offset, kv_length, device)
+    positions = Positions(given["batch_size"], q_offset, q_length, kv_offset, kv_length, device)
     ids = None if attention_mask is not None or q_length != kv_length else calls.position_ids()
     if compiling:
-        window = settings.get("local_size")
+        window = given.get("local_size")
         visibility = visible.declared(mask_function, positions, tokens, dense, is_causal=causal, window=window)
         return visibility if ids is not None and causal else visible.asserted(visibility)
     visibility = replace(visible.read(mask_function, positions, tokens, dense), borders=(*calls.packed(),))
@@ -67,7 +170,7 @@ def mask(
     if causal and kv_offset:  # a state may hold the keys before, which the mask is not about
         visibility = replace(visibility, reach=visible.reach(mask_function, positions))
     if visibility.sequences is None:  # transformers tells packed texts apart in causal masks without a cache only
-        visibility = replace(visibility, packing=packed_rows.from_position_ids(ids, batch_size, q_length))
+        visibility = replace(visibility, packing=visible.from_position_ids(ids, given["batch_size"], q_length))
     return visibility
 
 
@@ -118,14 +221,14 @@ def attention(
     if call is not None:
         call.attended = True
     cached = key.shape[-2] - query.shape[-2] if visibility.is_causal else 0
-    texts = packed_rows.declared(query, key, extra, visibility, cached if cache is None else cache.length)
+    texts = visible.packed_texts(query, key, extra, visibility, cached if cache is None else cache.length)
     visibility = visibility if texts is None else replace(visibility, packing=texts)
     if "position_bias" in changes:
         changes |= swapped.added(changes.pop("position_bias"), visibility, query, key)
     default_scale = query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - default_scale) > 1e-6 * default_scale:
         query = query * (scaling / default_scale)
-    shown = calls.shows(swapped)
+    shown = calls.shows()
     is_simple = not (shown or changes or dropout)
     out, weights = swapped.exact(query, key, value, visibility, cache) if is_simple else None, None
     if out is None:
@@ -165,7 +268,7 @@ def _run(call: Call) -> Tensor:
     keys_left = visibility.keys_left if visibility.keys_left is not None or cache is None else visibility.reach
     if changes or not visibility.complete or not visible.within_window(mechanism, keys_left, visibility.keys_right):
         if mechanism.traits.mask and texts is not None and visibility.complete and not changes:
-            return packed_rows.run(call, texts, windowed=True)
+            return run_packed(call, texts, windowed=True)
         if cache is not None and mechanism.traits.mask:
             cache.pass_over(q.shape[-2], "tokens under a mask of every pair")
         if mechanism.traits.mask:
@@ -176,11 +279,11 @@ def _run(call: Call) -> Tensor:
             raise mechanism.refuse("a mask of the model's own", "mask")
         raise Unsupported(visible.window_refusal(mechanism, keys_left, visibility.keys_right))
     if texts is None and visibility.sequences is not None:
-        texts = packed_rows.numbered(visibility.sequences)
+        texts = visible.numbered(visibility.sequences)
     if texts is not None:
         if cache is not None:
             cache.pass_over(q.shape[-2], "packed texts")
-        return packed_rows.run(call, texts)
+        return run_packed(call, texts)
     causal = visibility.is_causal
     if cache is None and visibility.begin and mechanism.traits.positions == "absolute":
         raise visible.positions_refused(mechanism, f"this cache has dropped the first {visibility.begin} tokens")
@@ -196,6 +299,27 @@ def _run(call: Call) -> Tensor:
     return bound(q, k, v, is_causal=causal, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)
 
 
+def run_packed(call: Call, texts: Packing, *, windowed: bool = False) -> Tensor:
+    """Attend within each text of the rows; ``windowed``: by a mask of the window, which the mechanism has not."""
+    bound, q, k, v, visibility, dropout, sinks, *_ = call
+    batch, key_mask = len(q), visibility.key_mask(k.shape[-2])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        order: Any = {"is_causal": visibility.is_causal}
+        if windowed:
+            order = {"attn_mask": visible.band(visibility, q.shape[-2], k.shape[-2], q.device)}
+        return bound(q, k, v, **order, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)
+
+    key_mask = None if key_mask is None else key_mask.reshape(1, -1)
+    kernel = None
+    if not windowed and dropout == 0.0 and sinks is None and isinstance(bound.mechanism, Attention):
+        kernel = packed.packed_kernel(bound.mechanism, bound.w, is_causal=visibility.is_causal)
+    out = packed.attend(
+        attend, visible.one_row(q), visible.one_row(k), visible.one_row(v), texts, key_mask, kernel=kernel
+    )
+    return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
+
+
 def _run_masked(call: Call) -> Tensor:
     """Run a mechanism with ``traits.mask`` with the model's dense mask and position bias."""
     bound, q, k, v, visibility, dropout, sinks, _, changes = call
@@ -203,7 +327,7 @@ def _run_masked(call: Call) -> Tensor:
         raise Unsupported(f"{bound.mechanism!r} takes no scores with {', '.join(unknown)}: keep the model's attention")
     mask, order = visibility.dense(), {}
     if visibility.packing is not None:
-        mask = packed_rows.per_sequence_mask(mask, visibility.packing, len(q))
+        mask = _per_sequence_mask(mask, visibility.packing, len(q))
     elif bound.mechanism.traits.positions == "absolute":
         keys, order = visible.order(bound.mechanism, visibility, mask, q.shape[-2])
         k, v, mask = k[..., :keys, :], v[..., :keys, :], mask[..., :keys]
@@ -214,6 +338,16 @@ def _run_masked(call: Call) -> Tensor:
         if relative.carries(bound.mechanism):  # which is in the mask already
             return relative.with_bias(bound.mechanism, None)(q, k, v, attn_mask=mask, dropout=dropout, **order)
     return bound(q, k, v, attn_mask=mask, dropout=dropout, enable_gqa=True, sinks=sinks, **order)
+
+
+def _per_sequence_mask(mask: Tensor, texts: Packing, batch: int) -> Tensor:
+    """A dense mask (..., L, S), True = may be seen or additive, in which texts do not see each other."""
+    numbers = [
+        torch.repeat_interleave(torch.tensor(lengths, device=mask.device)).view(batch, 1, -1)
+        for lengths in (texts.queries, texts.keys)
+    ]
+    same = numbers[0][..., :, None] == numbers[1][..., None, :]
+    return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, float("-inf"))
 
 
 AttentionInterface.register(NAME, attention)  # a swapped model that was pickled finds them in any process

@@ -88,7 +88,7 @@ class StateLayer(CacheLayerMixin):
         Raises:
             Unsupported: They come from a layer that does not continue the state.
         """
-        if not calls.continues(self):
+        if not any(call.cache is self for call in calls.active()):
             raise Unsupported(
                 f"this cache keeps a state of {self.bound.mechanism!r} in place of keys and values, and a layer that "
                 "keeps none was given it: the model was swapped back or swapped for another mechanism since, or is in "
@@ -196,12 +196,6 @@ class StateLayer(CacheLayerMixin):
         if self.state is not None:
             self.reorder_cache(torch.arange(self.batch, device=self.device).repeat_interleave(repeats))
 
-    def offload(self) -> None:
-        """Do nothing: a state is small enough to stay on the device."""
-
-    def prefetch(self) -> None:
-        """Do nothing: the state never left the device."""
-
     def activate_past_recording(self) -> None:
         """Keep a record of the tokens from now on, so that ``crop`` can take them back."""
         self.record_past = True
@@ -259,7 +253,7 @@ Layer: Any = DynamicLayer
 Layer.activate_past_recording = getattr(Layer, "activate_past_recording", _activate_past_recording)
 
 
-def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
+def layer_of(cache: Cache, index: int, bound: Bound) -> StateLayer | None:
     """The ``StateLayer`` of a cache at ``index``, made in place of an empty ``DynamicLayer``; None if that has tokens.
 
     Raises:
@@ -267,8 +261,6 @@ def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
-    if not isinstance(cache, Cache):
-        return None
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]

@@ -24,7 +24,7 @@ class ActiveCall:
 
     module: nn.Module  # the model or attention module that is called
     outer: ActiveCall | None
-    shown: tuple[nn.Module, ...] = ()  # layers that are asked for their attention matrices
+    shown: bool = False  # of a model: whether attention matrices were asked for
     position_ids: Tensor | None = None  # of a model: as it was given them; they may begin anew within a row
     packed: dict[str, Tensor] | None = None  # of a model: the borders of a packed row
     arguments: frozenset[str] = frozenset()  # of a model: the names of all that it was given
@@ -41,14 +41,15 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def begin(module: nn.Module, **fields: Any) -> None:
+def begin(module: nn.Module, **fields: Any) -> ActiveCall:
     """Push a call of ``module``, with fields of ``ActiveCall``.
 
     An earlier call of it that an interrupt left open is removed, with all inside it.
     """
     interrupted = _find(module)
     outer = _thread.innermost if interrupted is None else interrupted.outer
-    _thread.innermost = ActiveCall(module, outer, **fields)
+    call = _thread.innermost = ActiveCall(module, outer, **fields)
+    return call
 
 
 def end(module: nn.Module) -> ActiveCall | None:
@@ -65,12 +66,6 @@ def present(module: nn.Module) -> ActiveCall | None:
     return call if call is not None and call.module is module else None
 
 
-def is_part(module: nn.Module) -> bool:
-    """Whether a call around the innermost one is of a model that ``module`` is a part of."""
-    others = [call.module for call in _active() if call.module is not module]  # some of them left open by an interrupt
-    return any(part is module for other in others for part in other.modules())
-
-
 def is_argument(name: str) -> bool:
     """Whether a call around this one was given an argument of that name, which is then not a layer's making.
 
@@ -78,7 +73,7 @@ def is_argument(name: str) -> bool:
     """
     if computed_again():
         return True
-    return any(name in call.arguments for call in _active())
+    return any(name in call.arguments for call in active())
 
 
 def computed_again() -> bool:
@@ -86,43 +81,33 @@ def computed_again() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def continues(cache: Any) -> bool:
-    """Whether an attention module is being called that keeps its state in ``cache``."""
-    return any(call.cache is cache for call in _active())
-
-
-def shows(layer: nn.Module) -> bool:
-    """Whether a call around this one asks for the attention matrices of ``layer``."""
-    return any(call.shown and any(shown_layer is layer for shown_layer in call.shown) for call in _active())
-
-
-def shows_any() -> bool:
+def shows() -> bool:
     """Whether a call around this one asks for attention matrices."""
-    return any(call.shown for call in _active())
+    return any(call.shown for call in active())
 
 
 def position_ids() -> Tensor | None:
     """The ``position_ids`` that the innermost call with some was given."""
-    return next((call.position_ids for call in _active() if call.position_ids is not None), None)
+    return next((call.position_ids for call in active() if call.position_ids is not None), None)
 
 
 def packed() -> list[dict[str, Tensor]]:
     """The borders of packed rows that the calls around this one were given, the innermost first."""
-    return [call.packed for call in _active() if call.packed]
+    return [call.packed for call in active() if call.packed]
 
 
 def _find(module: nn.Module) -> ActiveCall | None:
-    return next((call for call in _active() if call.module is module), None)
+    return next((call for call in active() if call.module is module), None)
 
 
-def _active() -> list[ActiveCall]:
+def active() -> list[ActiveCall]:
     """The calls around this one, the innermost first."""
-    active: list[ActiveCall] = []
+    around: list[ActiveCall] = []
     call = _thread.innermost
     while call is not None:
-        active.append(call)
+        around.append(call)
         call = call.outer
-    return active
+    return around
 
 
 # What a model ran before or a form of ours: a block can force either, for checks. -------------------------------------

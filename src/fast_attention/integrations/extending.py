@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fast_attention.integrations import fresh
 from fast_attention.integrations.modules import replace_module
@@ -176,7 +177,7 @@ def _extend_rotary(
     if getattr(text, "head_dim", 0) is None:  # which transformers' YaRN multiplies
         settings["head_dim"] = text.hidden_size // text.num_attention_heads
     try:
-        _set(text, settings)
+        text.update(copy.deepcopy(settings))
         if (refusal := _objection(text)) not in ("", objection):
             raise ValueError(refusal)
         scaled_modules: dict[str, Any] = {
@@ -190,7 +191,7 @@ def _extend_rotary(
         ) from error
     fresh.own_configs(model)
     text = model.config.get_text_config()
-    _set(text, settings)
+    text.update(settings)
     for name, module in scaled_modules.items():
         module.config = text
         replace_module(model, name, module)
@@ -204,11 +205,6 @@ def _objection(config: Any) -> str:
     except Exception as error:  # of transformers' own kinds
         return str(error.__cause__ or error)
     return ""
-
-
-def _set(config: Any, settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        setattr(config, name, copy.deepcopy(value))
 
 
 def _scaling(text: Any, part: dict[str, Any], method: str, factor: float, before: int) -> dict[str, Any]:
@@ -291,11 +287,8 @@ def _continued(table: Tensor, rows: int, special: int, method: str) -> Tensor:
     if method == "copy":  # Longformer, arXiv 2004.05150, section 5
         times = -(-(rows - special) // len(learned))
         return torch.cat([front, learned.repeat(times, 1)])[:rows]
-    positions = torch.linspace(0, len(learned) - 1, rows - special, dtype=torch.float64, device=table.device)
-    lower = positions.floor().long().clamp(max=len(learned) - 2)
-    fraction = (positions - lower)[:, None]
-    interpolated = learned[lower].double() * (1 - fraction) + learned[lower + 1].double() * fraction
-    return torch.cat([front, interpolated.to(table.dtype)])
+    between = F.interpolate(learned.double().T[None], rows - special, mode="linear", align_corners=True)[0].T
+    return torch.cat([front, between.to(table.dtype)])
 
 
 def _sinusoids(table: Tensor, rows: int) -> Tensor | None:

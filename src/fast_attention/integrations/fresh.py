@@ -15,10 +15,13 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-NAME = "fast_attention"
+from fast_attention.integrations.modules import NAME
+
 BEFORE = "_fast_attention_before"  # where each config of a swapped model keeps what it named before
 SWAPPED = "_fast_attention_swapped"  # where a swapped model, of either kind, keeps the name that it had before
-_renewed: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()  # the configs given, and the copies
+SKIPS = "_fast_attention_skips_padding"  # where a base model that skips padding says how
+# Models that were built from configs that name our attention: the configs given, and the copies
+RENEWED: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()
 
 
 def configs(model: nn.Module) -> list[Any]:
@@ -47,7 +50,7 @@ def own_configs(model: nn.Module) -> list[tuple[Any, Any]]:
     copy.deepcopy(untyped.config, copies)
     by_id = {id(config): config for config in configs(model)}
     for module in model.modules():  # a part that was given a copy by itself shares the whole's
-        for given, copied in _renewed.get(module, ()):
+        for given, copied in RENEWED.get(module, ()):
             if id(given) in copies:
                 copies[id(copied)] = copies[id(given)]
     for module in model.modules():
@@ -55,19 +58,6 @@ def own_configs(model: nn.Module) -> list[tuple[Any, Any]]:
             if id(value) in by_id and id(value) in copies:
                 setattr(module, name, copies[id(value)])
     return [(config, copies[key]) for key, config in by_id.items() if key in copies]
-
-
-def mark(model: nn.Module, former: dict[int, Any]) -> None:
-    """Note in each config of a swapped model what it named before, by ``former``, and in no config of another."""
-    for config in configs(model):
-        vars(config).pop(BEFORE, None)
-        if config._attn_implementation == NAME and id(config) in former:
-            vars(config)[BEFORE] = former[id(config)]
-
-
-def was_named(model: nn.Module) -> bool:
-    """Whether a model was built from a config that names this library's attention."""
-    return model in _renewed
 
 
 def guard() -> None:
@@ -116,7 +106,7 @@ def renewed(model: Any) -> None:
     for config in _nested(model.config):
         if BEFORE in vars(config):  # a model of models has written into it what its parts name now
             config._attn_implementation_internal = NAME
-    _renewed[model] = own_configs(model)
+    RENEWED[model] = own_configs(model)
     for config in configs(model):
         former = vars(config).pop(BEFORE, None)
         if config._attn_implementation == NAME:

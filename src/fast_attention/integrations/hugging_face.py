@@ -5,6 +5,7 @@ A probe forward finds the layers, and a second one checks the result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from fast_attention import cache_argument, core
+from fast_attention import core
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
 from fast_attention.integrations import (
     calls,
@@ -23,17 +24,14 @@ from fast_attention.integrations import (
     probing,
     relative,
     report,
-    unpadding,
     visible,
 )
-from fast_attention.integrations.attention import NAME, SINKS
-from fast_attention.integrations.exact import masks
-from fast_attention.integrations.exact.attention import BIAS, CAP, POSITIONS, SUPPORTED
+from fast_attention.integrations.attention import CHILD, NAME, SINKS, Swapped, keeps_state, layers_of
+from fast_attention.integrations.exact import attention as exact
+from fast_attention.integrations.exact.attention import BIAS, CAP, NAMES, POSITIONS, SUPPORTED
 from fast_attention.integrations.fresh import BEFORE, SWAPPED
 from fast_attention.integrations.probing import AttentionCall
-from fast_attention.integrations.report import ExactLayer, ExactReport, Layer
-from fast_attention.integrations.swapped import CHILD, Swapped, keeps_state, layers_of, like_module
-from fast_attention.integrations.untrained import quality
+from fast_attention.integrations.report import ExactLayer, ExactReport, Layer, quality
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.nn.bound import Bound
@@ -47,7 +45,7 @@ def swap(
     model: PreTrainedModel, wanted: Any, max_len: int | None, probe: dict[str, Any] | None = None,
     skip_padding: bool = False,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """Replace the attention of every layer that ``wanted`` names; the model is unchanged if that fails.
+    """Replace the attention of every layer that ``wanted`` names; a caller undoes what is left where that fails.
 
     Raises:
         Unsupported: The model does not call its attention through transformers' interface, no layer can be swapped, or
@@ -57,28 +55,24 @@ def swap(
     _check(model)
     probing.check_loaded(model)
     fresh.own_configs(model)
-    try:
-        _call_ours(model)
-        forward, called, run = probing.find_layers(model, probe)
-        layers = [_plan(name, call, report.chosen(name, wanted), model, max_len) for name, call in called.items()]
-        if not any(layer.replaced for layer, _ in layers):
-            raise Unsupported(report.nothing_swapped(model, [layer for layer, _ in layers]))
-        uncalled = [_uncalled(name, call, model, run) for name, call in probing.uncalled(model, called).items()]
-        for layer, bound in (*layers, *uncalled):
-            if bound is not None:
-                swapped = Swapped(bound, unchanged=not layer.replaced, positions=relative.of(model, layer.name))
-                _install(model.get_submodule(layer.name), swapped)
-        probing.check_called(model, [layer.name for layer, _ in layers], forward)
-        forward_pass.enter_calls(model)
-        if skip_padding:
-            if others := [layer.name for layer, bound in uncalled if bound is None]:
-                raise Unsupported(
-                    f"skip_padding=True: {others[0]} keeps attention of its own, to which a packed row is one text"
-                )
-            unpadding.try_skipping(model)
-    except BaseException:
-        swap_back(model)
-        raise
+    _call_ours(model)
+    forward, called, run = probing.find_layers(model, probe)
+    layers = [_plan(name, call, report.chosen(name, wanted), model, max_len) for name, call in called.items()]
+    if not any(layer.replaced for layer, _ in layers):
+        raise Unsupported(report.nothing_swapped(model, [layer for layer, _ in layers]))
+    uncalled = [_uncalled(name, call, model, run) for name, call in probing.uncalled(model, called).items()]
+    for layer, bound in (*layers, *uncalled):
+        if bound is not None:
+            swapped = Swapped(bound, unchanged=not layer.replaced, positions=relative.of(model, layer.name))
+            _install(model.get_submodule(layer.name), swapped)
+    _check_called(model, [layer.name for layer, _ in layers], forward)
+    forward_pass.enter_calls(model)
+    if skip_padding:
+        if others := [layer.name for layer, bound in uncalled if bound is None]:
+            raise Unsupported(
+                f"skip_padding=True: {others[0]} keeps attention of its own, to which a packed row is one text"
+            )
+        forward_pass.try_skipping(model)
     model.name_or_path = ""  # adapters that are trained now must not be put on the exact model of that name
     return tuple(layer for layer, _ in (*layers, *uncalled))
 
@@ -96,7 +90,7 @@ def swap_back(model: PreTrainedModel) -> bool:
     if SWAPPED not in model.__dict__:
         return False
     model.name_or_path = model.__dict__.pop(SWAPPED)
-    unpadding.set_skipping(model, None)
+    forward_pass.set_skipping(model, False)
     forward_pass.leave_calls(model)
     modules.restore_classes(model)
     for name, swapped in layers_of(model).items():
@@ -105,7 +99,7 @@ def swap_back(model: PreTrainedModel) -> bool:
         del model.get_submodule(name)._modules[CHILD]
     for config in fresh.configs(model):
         named = config._attn_implementation
-        config._attn_implementation_internal = vars(config).pop(BEFORE, masks.FORMER.get(named, named))
+        config._attn_implementation_internal = vars(config).pop(BEFORE, exact.FORMER.get(named, named))
     return True
 
 
@@ -118,7 +112,10 @@ def _call_ours(model: PreTrainedModel) -> None:
         model.config._attn_implementation = NAME
     else:
         model.set_attn_implementation(NAME)
-    fresh.mark(model, former)
+    for config in fresh.configs(model):
+        vars(config).pop(BEFORE, None)
+        if config._attn_implementation == NAME and id(config) in former:
+            vars(config)[BEFORE] = former[id(config)]
 
 
 def _check(model: PreTrainedModel) -> None:
@@ -130,6 +127,37 @@ def _check(model: PreTrainedModel) -> None:
             "ModernBERT, ViT, BART, T5, GPT-2, Llama, Mistral and other models of the interface, BLOOM and MPT, or "
             "torch's nn.MultiheadAttention and nn.Transformer"
         )
+
+
+def _check_called(model: PreTrainedModel, names: list[str], forward: Callable[..., None]) -> None:
+    """Run a forward pass of a swapped model, and raise ``Unsupported`` unless it called every one of the layers.
+
+    A second one has padding, of which some models make masks of their own.
+    """
+    ran: set[nn.Module] = set()  # a layer raises itself where other attention ran
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: ran.add(module))
+    try:
+        forward()
+    except Unsupported:
+        raise
+    except Exception as error:  # of a layer whose masks or shapes are other than the interface's
+        layer = next((name for name in names if model.get_submodule(name) not in ran), "a part behind its attention")
+        raise Unsupported(
+            f"{type(model).__name__} does not run with the layers swapped: {layer} raised {type(error).__name__}: "
+            f"{error}. What would work: the attention of its own, which it has again"
+        ) from error
+    finally:
+        handle.remove()
+    if uncalled_layers := [name for name in names if model.get_submodule(name) not in ran]:
+        raise Unsupported(f"after the swap these layers were not called: {', '.join(uncalled_layers)}")
+    try:
+        forward(padded=True)
+    except Unsupported as error:
+        raise Unsupported(
+            f"{type(model).__name__} does not run on a padded batch with the layers swapped: {error}"
+        ) from error
+    except Exception:  # of a model that reads such a mask in another way, swapped or not
+        return
 
 
 def _uncalled(
@@ -155,16 +183,25 @@ def _plan(
     """The report of a layer, and its mechanism: the wanted one, or exact attention where that cannot serve."""
     positions = relative.of(model, name)
     reason = report.UNNAMED if mechanism is None else _unsupported_reason(mechanism, call, positions)
-    chosen_mechanism: Any = relative.with_own_bias(Softmax() if mechanism is None or reason else mechanism, positions)
+    chosen_mechanism: Any = Softmax() if mechanism is None or reason else mechanism
+    if positions is not None and positions.bias is not None:
+        chosen_mechanism = relative.with_bias(chosen_mechanism, positions.bias) or chosen_mechanism
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.needs_max_len else 0)
-    bound = like_module(relative.bound(chosen_mechanism, shape, positions), call.module, model)
+    like = _like(call, model)
+    bound = relative.bound(chosen_mechanism, shape, positions).to(device=like.device, dtype=like.dtype)
     learned, why, untrained = sum(p.numel() for p in bound.parameters()), reason, ""
     if mechanism is not None and not reason:
         why = "; ".join(_notes(chosen_mechanism, call, positions))
         untrained = quality(mechanism, learned, window=call.window, is_causal=call.is_causal)
     kind, sizes = type(call.module).__name__, (call.heads, call.head_dim, call.is_causal)
     return Layer(name, kind, *sizes, repr(chosen_mechanism), why, not reason, learned, untrained), bound
+
+
+def _like(call: AttentionCall, model: nn.Module) -> Tensor:
+    """A tensor of a layer's device and dtype, or of its model's: a quantized layer may have no numbers."""
+    weights = (*call.module.parameters(), *model.parameters())
+    return next((p for p in weights if p.is_floating_point()), torch.empty(()))
 
 
 def _unsupported_reason(
@@ -231,10 +268,8 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
     swapped = module._modules.get(CHILD)
     if not isinstance(swapped, Swapped):
         return
-    given, cache = (*args, *kwargs.values()), None
-    if getattr(module, "is_causal", False):
-        caches = [x for x in given if isinstance(x, Cache)]
-        cache = caches[0] if caches else cache_argument.given(kwargs)
+    given = (*args, *kwargs.values())
+    cache = next((x for x in given if isinstance(x, Cache)), None) if getattr(module, "is_causal", False) else None
     adds_positions = swapped.positions is not None and any(swapped.adds_positions(x) for x in given)
     state = None if cache is None else swapped.state_in(cache, module)
     calls.begin(module, cache=state, adds_positions=adds_positions)
@@ -253,38 +288,33 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 # Faster forms of the same ---------------------------------------------------------------------------------------------
 
 
-def swap_exactly(
-    model: PreTrainedModel, probe: dict[str, Any] | None, skip_padding: bool | None
-) -> tuple[list[ExactLayer], bool, list[str]]:
-    """Let a model compute what it computes in our forms: its layers, whether it skips padding, and remarks.
+def swap_exactly(model: PreTrainedModel, probe: dict[str, Any] | None, skip_padding: bool | None) -> ExactReport:
+    """Let a model compute what it computes in our forms.
 
-    It is as it was where nothing is gained.
+    It is as it was where nothing is gained. A caller undoes what is left where that fails.
 
     Raises:
         Unsupported: ``skip_padding=True`` and the model cannot.
     """
     notes: list[str] = []
     probing.check_loaded(model)
-    try:
-        calls_ours = _call_exact_forms(model)
-        layers = _exact_layers(model, probe, notes, probes=calls_ours)
-        skips = calls_ours and skip_padding is not False
-        if skips:
-            try:
-                unpadding.try_skipping(model, unpadding.WHERE_IT_PAYS)
-            except Unsupported as error:
-                if skip_padding:
-                    raise
-                skips = False
-                if unpadding.can_skip(model):
-                    why = str(error).removeprefix("skip_padding=True").lstrip(": ")
-                    notes.append(f"Padding is computed: {why}")
-        if not ExactReport(model, tuple(layers), skips).gains:
-            swap_back(model)
-    except BaseException:
+    calls_ours = _call_exact_forms(model)
+    layers = _exact_layers(model, probe, notes, probes=calls_ours)
+    skips = calls_ours and skip_padding is not False
+    if skips:
+        try:
+            forward_pass.try_skipping(model)
+        except Unsupported as error:
+            if skip_padding:
+                raise
+            skips = False
+            if forward_pass.can_skip(model):
+                why = str(error).removeprefix("skip_padding=True").lstrip(": ")
+                notes.append(f"Padding is computed: {why}")
+    found = ExactReport(model, tuple(layers), skips, tuple(notes))
+    if not found.gains:
         swap_back(model)
-        raise
-    return layers, skips, notes
+    return found
 
 
 def _call_exact_forms(model: PreTrainedModel) -> bool:
@@ -298,7 +328,7 @@ def _call_exact_forms(model: PreTrainedModel) -> bool:
             part.config.model_type in modules.ALIBI or part._can_set_attn_implementation()
         ):
             named = str(part.config._attn_implementation)
-            part.config._attn_implementation_internal = masks.NAMES.get(named, named)
+            part.config._attn_implementation_internal = NAMES.get(named, named)
             calls_ours = True
     forward_pass.enter_calls(model, forward_pass.EXACT)
     return calls_ours
@@ -348,15 +378,14 @@ def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, in
     seen, order = call.visibility, "causal " if call.is_causal else ""
     before = "what ran before", None, None
     named = getattr(getattr(call.module, "config", model.config), "_attn_implementation", None)
-    weights = (*call.module.parameters(), *model.parameters())
-    dtype = next((p.dtype for p in weights if p.is_floating_point()), torch.float32)
-    shortest = masks.shortest(dtype)
+    dtype = _like(call, model).dtype
+    shortest = exact.shortest(dtype)
     extra = "".join(f", with {NAMED.get(name, name)}" for name in call.changes)
     if call.crosses and POSITIONS in call.changes:
         return "attention to another sequence", "torch's kernel, without zeros for all pairs", shortest, None
     if call.crosses:
         return f"attention to another sequence{extra}", *before
-    if named not in masks.NAMES.values():
+    if named not in NAMES.values():
         return f"{order}attention by {named}{extra}", *before
     if not {*call.changes} <= {*SUPPORTED}:
         return f"{order}attention{extra}", *before
@@ -377,9 +406,9 @@ def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, in
         window = "a window" if seen.keys_left is None else f"a window of {seen.keys_left:,} tokens back"
         if not call.is_causal:
             window += f" and {'all' if seen.keys_right is None else format(seen.keys_right, ',')} ahead"
-        start = shortest if named == masks.NAMES["eager"] else masks.pays_from(seen.keys_left, seen.keys_right, dtype)
+        start = shortest if named == NAMES["eager"] else exact.pays_from(seen.keys_left, seen.keys_right, dtype)
         return f"{order}attention in {window}{extra}", "in tiles", start, shortest
-    if named == masks.NAMES["eager"]:
+    if named == NAMES["eager"]:
         return whole, "torch's fused kernel in place of plain operations", shortest, shortest
     return whole, "torch's kernel, as before", None, shortest
 

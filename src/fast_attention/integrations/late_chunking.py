@@ -336,6 +336,3 @@ def _given(spans: Sequence[Any], document: str, offsets: list[tuple[int, int]], 
             )
         places.append(_Place(start, end, tokens))
     return places
-
-
-__all__ = ["Chunk", "LateChunks", "late_chunks"]

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fast_attention import catalogue, files
 from fast_attention.integrations import fresh
-from fast_attention.integrations.fresh import NAME
+from fast_attention.integrations.modules import NAME
 from fast_attention.mechanism import Shape
 
 
@@ -69,7 +69,7 @@ class Restoring(HfQuantizer):
         from fast_attention.integrations import hugging_face, modules, torch_nn
 
         implementation = model.config._attn_implementation
-        if not fresh.was_named(model):
+        if model not in fresh.RENEWED:
             raise ValueError(
                 f"config.json names mechanisms for {type(model).__name__}, whose weights were trained for them, and "
                 f"attn_implementation={implementation!r} would run other attention: leave that out, and call "
@@ -79,16 +79,16 @@ class Restoring(HfQuantizer):
         modules.exchange_classes(model, exact=False)
         layers = _present(model, self.quantization_config.layers)
         of_torch = {name: settings for name, settings in layers.items() if "module" in settings}
-        interfaced = {name: _layer(model, name, **layers[name]) for name in layers if name not in of_torch}
-        hugging_face.restore(model, interfaced)
         with _drawing():
+            interfaced = {name: _layer(model, name, **layers[name]) for name in layers if name not in of_torch}
+            hugging_face.restore(model, interfaced)
             torch_nn.restore(model, of_torch)
         self.sizes = {name: x.shape for name, x in model.state_dict().items()}
 
     def postprocess_model(self, model: Any, **settings: Any) -> Any:
         """Complete the swap, and raise unless sizes agree and all weights of the mechanisms were loaded."""
-        from fast_attention.integrations import forward_pass, modules, unpadding
-        from fast_attention.integrations.swapped import CHILD
+        from fast_attention.integrations import forward_pass, modules
+        from fast_attention.integrations.attention import CHILD
 
         skip_padding = self.quantization_config.skip_padding
         self.remove_quantization_config(model)
@@ -107,7 +107,7 @@ class Restoring(HfQuantizer):
         missing = [name for name, x in mechanism_tensors if not getattr(x, "_is_hf_initialized", x.is_meta)]
         if missing:
             raise ValueError(f"weights of the mechanisms are missing: {', '.join(missing)}")
-        unpadding.set_skipping(model, unpadding.ALWAYS if skip_padding else None)
+        forward_pass.set_skipping(model, skip_padding)
         return model
 
 
@@ -154,12 +154,11 @@ def _drawing() -> Iterator[None]:
 def _layer(model: nn.Module, name: str, *, mechanism: str, unchanged: bool, **shape: int) -> Any:
     """A layer's mechanism, its weights drawn and not yet loaded."""
     from fast_attention.integrations import relative
-    from fast_attention.integrations.swapped import Swapped
+    from fast_attention.integrations.attention import Swapped
 
     parameter = next(model.get_submodule(name).parameters())
-    with _drawing():
-        positions = relative.of(model, name)
-        bound = relative.bound(catalogue.parse(mechanism), Shape(**shape), positions)
+    positions = relative.of(model, name)
+    bound = relative.bound(catalogue.parse(mechanism), Shape(**shape), positions)
     return Swapped(bound.to(device=parameter.device, dtype=parameter.dtype), unchanged=unchanged, positions=positions)
 
 

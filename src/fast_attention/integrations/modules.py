@@ -10,18 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
+NAME = "fast_attention"  # by which transformers calls our attention function
+MODELS = "transformers.modeling_utils"  # whatever loads a model has imported it before
 BEFORE = "_before_swap"  # where a module of ours keeps the one whose place it took, which shares its parts
+IS_EXACT = "is_exact"  # where a module of a class of ours says whether the swap is
 PARTS = ("_modules", "_parameters", "_buffers")
 PACKAGE = __name__.rpartition(".")[0]
 # Folders of transformers' models, and our files with subclasses of the modules in them, by the same names. Those of
-# ``exact``, and such as are called ``Exact...``, are for exact swaps alone.
+# ``exact`` are for exact swaps alone.
 FILES = {
-    **dict.fromkeys(("bloom", "mpt"), "alibi"),
-    **dict.fromkeys(("longt5", "mt5", "pop2piano", "switch_transformers", "t5", "umt5"), "t5"),
-    **dict.fromkeys(("parakeet", "wav2vec2_bert", "wav2vec2_conformer"), "conformers"),
+    **dict.fromkeys((
+        "bloom", "longt5", "mpt", "mt5", "parakeet", "pop2piano", "switch_transformers", "t5", "umt5", "wav2vec2_bert",
+        "wav2vec2_conformer",
+    ), "own_code"),
     **dict.fromkeys(("led", "longformer"), "exact.longformer"),
     "big_bird": "exact.big_bird",
-}
+}  # fmt: skip
 ALIBI = ("bloom", "mpt")  # kinds of models whose masks are made by transformers' functions, and that call no interface
 
 
@@ -77,10 +81,11 @@ def exchange_classes(model: nn.Module, *, exact: bool) -> None:
         kind = type(module)
         folder, _, file = kind.__module__.removeprefix("transformers.models.").partition(".")
         ours = FILES.get(folder, "") if file == f"modeling_{folder}" else ""
-        if ours and (exact or not ours.startswith("exact.")):
-            kinds = vars(import_module(f"{PACKAGE}.{ours}"))
-            same = kinds.get(kind.__name__, kind)
-            module.__class__ = kinds.get(f"Exact{kind.__name__}", same) if exact else same
+        if not ours or (ours.startswith("exact.") and not exact):
+            continue
+        if kind.__name__ in (kinds := vars(import_module(f"{PACKAGE}.{ours}"))):
+            module.__class__ = kinds[kind.__name__]
+            vars(module)[IS_EXACT] = exact
 
 
 def original_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -95,6 +100,7 @@ def restore_classes(model: nn.Module) -> None:
     for module in model.modules():
         if (theirs := original_class(type(module))) is not type(module):  # a compiled module hands attributes on
             module.__class__ = theirs
+            vars(module).pop(IS_EXACT, None)
 
 
 def first_position(model: nn.Module) -> int:

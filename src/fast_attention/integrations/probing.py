@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from fast_attention.integrations import calls, modules
 from fast_attention.integrations.modules import evaluating
-from fast_attention.integrations.swapped import layers_of
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanism import Unsupported
 
@@ -144,43 +143,6 @@ def find_layers(
         f"{type(model).__name__}: no probe is known that it takes ({refusal or f'it reads {model.main_input_name}'}): "
         "give small inputs of its own, swap(model, ..., probe={'input_ids': ...})"
     )
-
-
-def check_called(model: PreTrainedModel, names: list[str], forward: Callable[..., None]) -> None:
-    """Run a forward pass of a swapped model, and raise ``Unsupported`` unless it called every one of the layers.
-
-    A second one has padding, of which some models make masks of their own.
-    """
-    called: set[str] = set()
-
-    def watch(name: str) -> Any:  # a layer raises itself where other attention ran
-        return model.get_submodule(name).register_forward_hook(lambda module, args, out: called.add(name))
-
-    handles = [watch(name) for name in layers_of(model)]
-    try:
-        forward()
-    except Unsupported:
-        raise
-    except Exception as error:  # of a layer whose masks or shapes are other than the interface's
-        layer = next((name for name in names if name not in called), "a part behind its attention")
-        raise Unsupported(
-            f"{type(model).__name__} does not run with the layers swapped: {layer} raised {type(error).__name__}: "
-            f"{error}. What would work: the attention of its own, which it has again"
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    uncalled_layers = [name for name in names if name not in called]
-    if uncalled_layers:
-        raise Unsupported(f"after the swap these layers were not called: {', '.join(uncalled_layers)}")
-    try:
-        forward(padded=True)
-    except Unsupported as error:
-        raise Unsupported(
-            f"{type(model).__name__} does not run on a padded batch with the layers swapped: {error}"
-        ) from error
-    except Exception:  # of a model that reads such a mask in another way, swapped or not
-        return
 
 
 def _padding(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from fast_attention.biases.bias import (
     TransformerXL,
     alibi_slopes,
 )
+from fast_attention.integrations.modules import original_class
 from fast_attention.mechanism import Mechanism, Shape
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.nn.bound import Bound
@@ -56,9 +57,9 @@ class Positions:
 
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
         """T5's own bias of all pairs of queries (B, H, L, E), the last of the keys (B, H, S, E)."""
-        holder: Any = self.holder
+        kind: Any = original_class(type(self.holder))  # type: ignore[arg-type]
         queries, keys = q.shape[-2], k.shape[-2]
-        return type(holder).compute_bias(holder, queries, keys, device=q.device, past_seen_tokens=keys - queries)
+        return kind.compute_bias(self.holder, queries, keys, device=q.device, past_seen_tokens=keys - queries)
 
 
 class Tied(Bound):
@@ -141,14 +142,6 @@ def with_bias(mechanism: Any, bias: Bias | None) -> Any:
         return None if short is None or long is None else replace(mechanism, short=short, long=long)
     changed: Any = mechanism  # a dataclass
     return replace(changed, bias=bias) if isinstance(mechanism, BiasMixin) else None
-
-
-def with_own_bias(mechanism: Any, positions: Positions | None) -> Any:
-    """The mechanism with the layer's bias in it, where there is one and the mechanism takes it."""
-    if positions is None or positions.bias is None:
-        return mechanism
-    changed = with_bias(mechanism, positions.bias)
-    return mechanism if changed is None else changed
 
 
 def unsupported_reason(mechanism: Any, extra: tuple[str, ...], positions: Positions | None) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +22,8 @@ from fast_attention.counting import counted
 from fast_attention.engine import trace
 from fast_attention.integrations import calls
 from fast_attention.integrations.modules import evaluating
-from fast_attention.integrations.untrained import NOTHING
 from fast_attention.mechanism import Mechanism
+from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.mechanisms.hybrid.adapted import Adapted
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.mechanisms.hybrid.hybrid import Hybrid
@@ -33,6 +36,9 @@ MANY = 6  # layers that an error lists
 ROUNDS = 5  # of timing both in turns
 PATIENCE, LONGER_PATIENCE = 2.0, 10.0  # seconds after which no further round begins: of layers, of whole models
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12}  # of outputs, relative to the largest; others: of rounding
+EXACT, ESTIMATE, NOTHING = "exact", "an estimate", "nothing before training"  # how what ``quality`` returns begins
+# Cosines of MiniLM's embeddings to its own, by length in tokens: a table of the newest records; a test compares.
+TABLE = Path(__file__).with_name("untrained.csv")
 
 
 @dataclass(frozen=True)
@@ -127,14 +133,10 @@ class Report:
     def __str__(self) -> str:
         """A paragraph for equal layers: their class, the mechanism, what it does untrained, remarks."""
         lines = []
-        for group in grouped(self.layers):
-            first = group[0]
-            causal = ", causal" if first.is_causal else ""
-            lines.append(f"{span([layer.name for layer in group])}: {first.heads} heads of {first.head_dim}{causal}")
-            outcome = f"-> {first.mechanism}" if first.replaced else f"unchanged, {first.mechanism}"
-            untrained = first.untrained and f"untrained: {first.untrained}"
-            for text in filter(None, (f"{first.kind} {outcome}", untrained, first.why)):
-                lines += wrapped(text)
+        for layer, names in grouped((replace(layer, name=""), layer.name) for layer in self.layers).items():
+            lines.append(f"{span(names)}: {layer.heads} heads of {layer.head_dim}{', causal' * layer.is_causal}")
+            outcome = f"-> {layer.mechanism}" if layer.replaced else f"unchanged, {layer.mechanism}"
+            lines += wrapped(f"{layer.kind} {outcome}", layer.untrained and f"untrained: {layer.untrained}", layer.why)
         total = f"{len(self.replaced)} of {len(self.layers)} attention layers replaced"
         total += f", {self.parameters:,} parameters added"
         if useless := sum(layer.untrained.startswith(NOTHING) for layer in self.layers):
@@ -196,17 +198,38 @@ class ExactReport:
         Raises:
             TypeError: It is none of these.
         """
-        return verified(self.model, batch)
+        trains = self.model.training and not _is_texts(batch)
+        weights = [p for p in self.model.parameters() if p.requires_grad] if trains else []
+
+        def run() -> tuple[list[Tensor], list[Tensor | None]]:
+            with evaluating(self.model), torch.set_grad_enabled(trains):
+                outputs = _outputs(self.model, batch)
+                if not trains:
+                    return outputs, []
+                total = outputs[0] if outputs[0].ndim == 0 else torch.stack([x.float().sum() for x in outputs]).sum()
+                return [x.detach() for x in outputs], [*torch.autograd.grad(total, weights, allow_unused=True)]
+
+        def before() -> Any:
+            with calls.original():
+                return run()
+
+        like = next(self.model.parameters())
+        (wanted, wanted_gradients), (got, gradients) = before(), run()
+        seconds = clock.in_turns({0: before, 1: run}, like.device, ROUNDS, LONGER_PATIENCE)
+        pairs = [(a, b) for a, b in zip(wanted_gradients, gradients, strict=True) if a is not None and b is not None]
+        differences, norm = [(a - b).double() for a, b in pairs], torch.nn.utils.get_total_norm
+        slopes = float(norm(differences) / norm([a.double() for a, _ in pairs]).clamp(min=1e-30)) if trains else None
+        tolerance = TOLERANCES.get(like.dtype, 4 * torch.finfo(like.dtype).eps if like.is_floating_point() else 2e-5)
+        medians = statistics.median(seconds[0]), statistics.median(seconds[1])
+        return Verified(largest_difference(wanted, got), slopes, medians, tolerance)
 
     def __str__(self) -> str:
         """A paragraph for equal layers, and what is gained in all."""
         lines: list[str] = []
-        for group in grouped(self.layers):
-            first = group[0]
-            lines.append(f"{span([layer.name for layer in group])}: {first.heads} heads of {first.head_dim}")
-            lines += wrapped(f"{first.kind}: {first.computes}")
-            start = "" if first.faster_from is None else f" from {first.faster_from:,} tokens on"
-            lines += wrapped(f"-> {first.runs}{start}")
+        for layer, names in grouped((replace(layer, name=""), layer.name) for layer in self.layers).items():
+            lines.append(f"{span(names)}: {layer.heads} heads of {layer.head_dim}")
+            start = "" if layer.faster_from is None else f" from {layer.faster_from:,} tokens on"
+            lines += wrapped(f"{layer.kind}: {layer.computes}", f"-> {layer.runs}{start}")
         if not self.gains:
             return "\n".join([*lines, "Nothing to gain without changing results: the model is as it was.", *self.notes])
         total = textwrap.wrap(f"Same results. Faster: {'; '.join(self._gains())}.", 100)
@@ -225,12 +248,12 @@ class ExactReport:
             yield f"padded or packed rows of {start:,} tokens or more in {number} layers, each text by itself"
 
 
-def grouped(layers: Sequence[Any]) -> list[list[Any]]:
-    """Layers by what is equal in all but their names, in the order of the first of each."""
-    groups: dict[tuple[Any, ...], list[Any]] = {}
-    for layer in layers:
-        groups.setdefault(tuple(value for name, value in vars(layer).items() if name != "name"), []).append(layer)
-    return [*groups.values()]
+def grouped(named: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
+    """The names of equal values, in the order of the first of each."""
+    groups: dict[Any, list[str]] = {}
+    for value, name in named:
+        groups.setdefault(value, []).append(name)
+    return groups
 
 
 def chosen(name: str, wanted: Mechanism[Any, Any] | dict[str, Any]) -> Any:
@@ -269,13 +292,8 @@ def crossing_refusal(mechanism: Any) -> str:
 
 def counts_from_the_query(mechanism: Any) -> bool:
     """Whether a mechanism's keys are those near the query's own position, which has no meaning in another sequence."""
-    if isinstance(mechanism, ByLength):
-        return counts_from_the_query(mechanism.short) or counts_from_the_query(mechanism.long)
-    if isinstance(mechanism, Hybrid):
-        return counts_from_the_query(mechanism.near)
-    if isinstance(mechanism, Adapted):
-        return counts_from_the_query(mechanism.mechanism)
-    return isinstance(mechanism, Local | BlockLocal)
+    parts = [part for part in vars(mechanism).values() if isinstance(part, Mechanism)]
+    return isinstance(mechanism, Local | BlockLocal) or any(map(counts_from_the_query, parts))
 
 
 def dropout_note(p: float) -> str:
@@ -283,9 +301,10 @@ def dropout_note(p: float) -> str:
     return f"in training its attention weights are not dropped (the model drops {p:g})"
 
 
-def wrapped(text: str) -> list[str]:
-    """The text in indented lines of at most 100 columns."""
-    return textwrap.wrap(text, 100, initial_indent="    ", subsequent_indent="      ")
+def wrapped(*texts: str) -> list[str]:
+    """Each of the texts in indented lines of at most 100 columns."""
+    wrap = textwrap.TextWrapper(100, initial_indent="    ", subsequent_indent="      ").wrap
+    return [line for text in texts for line in wrap(text)]
 
 
 def _rounded(number: float) -> str:
@@ -305,6 +324,57 @@ def span(names: list[str]) -> str:
         if int(high) - int(low) + 1 == len(names):
             text = "".join([*first[: differing[0]], f"{low}-{high}", *first[differing[0] + 1 :]])
     return f"{text} ({len(names)} layers)"
+
+
+# Before training ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def cosines() -> dict[str, dict[int, str]]:
+    """The table of cosines: by expression, by length."""
+    table: dict[str, dict[int, str]] = {}
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            table.setdefault(row["mechanism"], {})[int(row["length"])] = row["cosine"]
+    return table
+
+
+def quality(
+    mechanism: Mechanism[Any, Any], parameters: int, *, window: int | None = None, is_causal: bool = False
+) -> str:
+    """Quality of a mechanism's outputs, untrained, in a layer that was trained with exact attention.
+
+    Args:
+        mechanism: As it was asked for, before it was given a layer's own positions.
+        parameters: Numbers of its weights that training would change.
+        window: Of the layer's own, as transformers counts it: a query's token and those before it.
+        is_causal: Whether the layer is.
+    """
+    if isinstance(mechanism, ByLength):
+        short, long = (quality(m, parameters, window=window, is_causal=is_causal)
+                       for m in (mechanism.short, mechanism.long))  # fmt: skip
+        return short if short == long else f"{short} for queries that see at most {mechanism.above:,} keys, then {long}"
+    if isinstance(mechanism, Adapted):
+        return f"{quality(mechanism.mechanism, parameters, window=window, is_causal=is_causal)}; deltas begin at zero"
+    if mechanism == Softmax() or _is_window(mechanism, window, is_causal):
+        return EXACT
+    measured = ", ".join(f"{cosine} at {length:,}" for length, cosine in cosines().get(repr(mechanism), {}).items())
+    known = f"; cosine to MiniLM's own embeddings {measured} tokens" if measured else ""
+    traits = mechanism.traits
+    if traits.approximates is not None:
+        return f"{ESTIMATE} of exact attention{known or ', of which no record has the error'}"
+    if isinstance(mechanism, Hybrid) and mechanism.bias is None and not mechanism.near.needs_weights:
+        return f"{EXACT} near each query, of far keys {NOTHING}: {parameters:,} new numbers{known}"
+    why = f"{parameters:,} new numbers, drawn at random" if traits.learned else "another function than the layer's own"
+    return f"{NOTHING}: {why}{known}"
+
+
+def _is_window(mechanism: Any, window: int | None, is_causal: bool) -> bool:
+    """Whether a mechanism is the window that the layer had."""
+    if window is None or not isinstance(mechanism, Local) or mechanism != Local(window=mechanism.window):
+        return False
+    left, right = mechanism.sides
+    return left == window - 1 and (is_causal or right == window - 1)
 
 
 # Costs ----------------------------------------------------------------------------------------------------------------
@@ -330,12 +400,9 @@ class Expected:
 
     def __str__(self) -> str:
         """A paragraph for each group of layers with equal costs."""
-        groups: dict[tuple[Cost, Cost], list[str]] = {}
-        for name, costs in self.layers.items():
-            groups.setdefault(costs, []).append(name)
         sizes = f"{self.batch} x {self.length:,} tokens"
         lines = [f"{sizes}, forward, attention alone; time measured here, the rest counted:"]
-        for (before, after), names in groups.items():
+        for (before, after), names in grouped((costs, name) for name, costs in self.layers.items()).items():
             lines.append(f"{span(names)}{', each' * (len(names) > 1)}")
             rows = (
                 ("operations", 1e-6, "M", before.operations, after.operations),
@@ -343,8 +410,7 @@ class Expected:
                 ("time", 1e3, "ms", before.seconds, after.seconds),
             )
             counted = [f"{what} {_rounded(a * f)} {unit} -> {_rounded(b * f)} {unit}" for what, f, unit, a, b in rows]
-            lines += wrapped(", ".join(counted))
-            lines += wrapped(f"runs {after.path}") if after.path else []
+            lines += wrapped(", ".join(counted), after.path and f"runs {after.path}")
         return "\n".join(lines)
 
 
@@ -413,35 +479,6 @@ class Verified:
         return f"{text}.\nTime: {times} ({before / after:.2f} times as fast)."
 
 
-def verified(model: nn.Module, batch: Any) -> Verified:
-    """Run a model with and without exact speed-ups on a batch, and compare."""
-    trains = model.training and not _is_texts(batch)
-    weights = [p for p in model.parameters() if p.requires_grad] if trains else []
-
-    def run() -> tuple[list[Tensor], list[Tensor | None]]:
-        with evaluating(model), torch.set_grad_enabled(trains):
-            outputs = _outputs(model, batch)
-            if not trains:
-                return outputs, []
-            total = outputs[0].sum() if outputs[0].ndim == 0 else torch.stack([x.float().sum() for x in outputs]).sum()
-            return [x.detach() for x in outputs], [*torch.autograd.grad(total, weights, allow_unused=True)]
-
-    def before() -> Any:
-        with calls.original():
-            return run()
-
-    like = next(model.parameters())
-    (wanted, wanted_gradients), (got, gradients) = before(), run()
-    seconds = clock.in_turns({0: before, 1: run}, like.device, ROUNDS, LONGER_PATIENCE)
-    difference = largest_difference(wanted, got)
-    slopes = None
-    if trains:
-        pairs = [(a, b) for a, b in zip(wanted_gradients, gradients, strict=True) if a is not None and b is not None]
-        slopes = _norm_relative(pairs)
-    tolerance = TOLERANCES.get(like.dtype, 4 * torch.finfo(like.dtype).eps if like.is_floating_point() else 2e-5)
-    return Verified(difference, slopes, (statistics.median(seconds[0]), statistics.median(seconds[1])), tolerance)
-
-
 def tensors(outputs: Any, mask: Tensor | None = None) -> list[Tensor]:
     """The floating tensors of a model's outputs, without the rows of padding and without caches."""
     if isinstance(outputs, Tensor):
@@ -481,10 +518,3 @@ def largest_difference(wanted: list[Tensor], got: list[Tensor]) -> float:
         for a, b in zip(wanted, got, strict=True) if a.numel()
     ]  # fmt: skip
     return max(differences, default=0.0)
-
-
-def _norm_relative(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """The norm of the differences of gradients over that of the gradients."""
-    total = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-    norm = sum(float(a.double().square().sum()) for a, _ in pairs)
-    return (total / max(norm, 1e-60)) ** 0.5

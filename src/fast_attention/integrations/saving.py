@@ -17,56 +17,47 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fast_attention import __version__, catalogue, files
-from fast_attention.integrations import timm, torch_nn, unpadding
-from fast_attention.integrations.attention import NAME
-from fast_attention.integrations.fresh import BEFORE, SWAPPED
+from fast_attention.integrations import timm, torch_nn
+from fast_attention.integrations.attention import NAME, Swapped, layers_of
+from fast_attention.integrations.fresh import BEFORE, SKIPS, SWAPPED
 from fast_attention.integrations.modules import swapped_in
-from fast_attention.integrations.swapped import Swapped, layers_of
 from fast_attention.mechanism import Unsupported
 
 FORMAT = "fast-attention swapped model 4"
 RECORD = "quantization_config"  # the place in config.json from which transformers calls another library while loading
+ARGUMENTS = ("is_main_process", "state_dict", "push_to_hub", "max_shard_size", "variant", "token")  # by position
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 PUSH = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+_original = PreTrainedModel.save_pretrained
 _writing: ContextVar[Any] = ContextVar("the model that transformers writes for save_pretrained", default=None)
 
 
+@wraps(_original)
 def save_pretrained(
-    model: PreTrainedModel,
-    save_directory: str | os.PathLike[str],
-    is_main_process: bool = True,
-    state_dict: dict[str, torch.Tensor] | None = None,
-    push_to_hub: bool = False,
-    **settings: Any,
+    model: PreTrainedModel, save_directory: str | os.PathLike[str], *args: Any, **settings: Any
 ) -> None:
-    """Write a swapped model by transformers' own ``save_pretrained``, its mechanisms and hashes in ``config.json``.
+    """Transformers' own ``save_pretrained``, which loses no mechanisms of a swapped model or of one inside it.
 
-    All files are written under another name, brought to the disk and put in place together, ``config.json`` last.
-
-    Args:
-        model: The model, whose own ``save_pretrained`` calls this.
-        save_directory: Where to.
-        is_main_process: False writes nothing.
-        state_dict: Other weights than the model's present ones.
-        push_to_hub: Call ``model.push_to_hub(repo_id or the folder's name)`` afterwards.
-        settings: Further arguments of transformers' ``save_pretrained``, such as ``max_shard_size`` and ``variant``.
+    ``config.json`` names them, and the hashes of all files. These are written under another name, brought to the disk
+    and put in place together, ``config.json`` last. Arguments are transformers' own.
 
     Raises:
-        ValueError: The model is not swapped.
-        Unsupported: It is quantized too, ``distributed_checkpoint=True``, or files would not name all mechanisms.
+        Unsupported: A swapped model is quantized too, ``distributed_checkpoint=True``, or files would not name all
+            mechanisms.
     """
     layers = layers_of(model)
-    if not is_main_process:
+    if _writing.get() is model or not (layers or swapped_in(model)):
+        _original(model, save_directory, *args, **settings)
         return
-    if not layers and not swapped_in(model):
-        raise ValueError(f"{type(model).__name__} is not swapped: save it by its own save_pretrained")
+    settings |= dict(zip(ARGUMENTS, args, strict=False))
+    if not settings.pop("is_main_process", True):
+        return
     if getattr(model, "_hf_peft_config_loaded", False):  # transformers then writes the adapters and nothing else
-        _write(model, save_directory, state_dict=state_dict, push_to_hub=push_to_hub, **settings)
+        _write(model, save_directory, **settings)
         return
     _check_named(model, layers)
     _check_readable(model, layers)
@@ -79,10 +70,11 @@ def save_pretrained(
         )
     if settings.get("distributed_checkpoint"):
         raise Unsupported("distributed_checkpoint=True: a swapped model is saved whole, with a hash of every file")
+    push_to_hub = settings.pop("push_to_hub", False)
     hub = {name: settings.pop(name) for name in PUSH if name in settings}
     folder = Path(save_directory)
     with files.atomic_group(folder / "config.json") as config_path:
-        _write(model, config_path.parent, state_dict=state_dict, **settings)
+        _write(model, config_path.parent, **settings)
         weights = sorted(
             path for path in config_path.parent.iterdir() if path.suffix == ".safetensors" or ".index." in path.name
         )
@@ -96,7 +88,7 @@ def save_pretrained(
             for name, part in layers.items()
         }
         record["layers"] = of_interface | torch_nn.records(model)
-        record |= {"skip_padding": True} if unpadding.skips(model) else {}
+        record |= {"skip_padding": True} if SKIPS in vars(model.base_model) else {}
         record["sha256"] = {path.name: files.sha256(path) for path in weights}
         config = json.loads(
             config_path.read_text(encoding="utf-8"),
@@ -161,21 +153,6 @@ def _implementations(model: PreTrainedModel, layers: dict[str, Swapped]) -> str 
     return {"": NAME, **dict.fromkeys(parts, NAME), **others} if others else NAME
 
 
-_original = PreTrainedModel.save_pretrained
-
-
-@wraps(_original)
-def _saved(self: PreTrainedModel, *args: Any, **settings: Any) -> None:
-    """Transformers' own ``save_pretrained``, which loses no mechanisms of a swapped model or of one inside it."""
-    if _writing.get() is not self and (layers_of(self) or swapped_in(self)):
-        save_pretrained(self, *args, **settings)
-    else:
-        _original(self, *args, **settings)
-
-
-PreTrainedModel.save_pretrained = _saved  # type: ignore[method-assign]
-
-
 def _write(model: PreTrainedModel, *args: Any, **settings: Any) -> None:
     """Let transformers write what it knows of a model."""
     token = _writing.set(model)
@@ -222,3 +199,6 @@ def _check_readable(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
                 "What would work: a class in place of a function, as docs/guides/your_mechanism.md has it; or "
                 "torch.save(model.state_dict(), path), which is loaded into a model that was swapped in the same way"
             )
+
+
+PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]

@@ -16,10 +16,8 @@ from torch import nn
 from fast_attention import catalogue, checks
 from fast_attention.integrations import crossover, modules, report, timm, torch_nn
 from fast_attention.integrations.crossover import ExactUpTo
-from fast_attention.integrations.modules import restored_generators
-from fast_attention.integrations.registration import MODELS
-from fast_attention.integrations.report import ExactReport, Layer, Report
-from fast_attention.integrations.untrained import quality
+from fast_attention.integrations.modules import MODELS, restored_generators
+from fast_attention.integrations.report import ExactReport, Layer, Report, quality
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
 from fast_attention.nn.token_mixer import TokenMixer
@@ -90,53 +88,50 @@ def swap(
     is_module("model", model)
     if skip_padding is not None:
         checks.flag("skip_padding", skip_padding)
-    if mechanism is None:
-        return _exact(model, exact_up_to, max_len, probe, skip_padding)
-    if exact_up_to is not None:
-        crossover.check(exact_up_to)
     parsed: Any = mechanism
-    if isinstance(mechanism, dict):
+    if mechanism is None:
+        for name, value in (("exact_up_to", exact_up_to), ("max_len", max_len)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r} without a mechanism: swap(model) computes the same results at any length. Leave "
+                    f"it out, or name a mechanism, swap(model, 'Local(window=64)', {name}={value!r})"
+                )
+    elif isinstance(mechanism, dict):
         parsed = {pattern: catalogue.parse(each) for pattern, each in mechanism.items()}
     else:
         parsed = catalogue.parse(mechanism)
+    if exact_up_to is not None:
+        crossover.check(exact_up_to)
     swap_back(model)
     if MODELS in sys.modules:  # whose own saving would lose mechanisms, also in a part of a model
         import_module("fast_attention.integrations.saving")
     try:
         with restored_generators(model):
+            if mechanism is None:
+                return _exact(model, probe, skip_padding)
             return _swapped(model, parsed, exact_up_to, max_len, probe, bool(skip_padding))
     except BaseException:
         swap_back(model)
         raise
 
 
-def _exact(
-    model: nn.Module, exact_up_to: Any, max_len: Any, probe: dict[str, Any] | None, skip_padding: bool | None
-) -> ExactReport:
+def _exact(model: nn.Module, probe: dict[str, Any] | None, skip_padding: bool | None) -> ExactReport:
     """Let every Hugging Face model in a model compute what it computes in forms that are faster."""
-    for name, value in (("exact_up_to", exact_up_to), ("max_len", max_len)):
-        if value is not None:
-            raise ValueError(
-                f"{name}={value!r} without a mechanism: swap(model) computes the same results at any length. Leave it "
-                f"out, or name a mechanism, swap(model, 'Local(window=64)', {name}={value!r})"
-            )
-    swap_back(model)
     layers, notes, skips = [], [], False
     submodels = pretrained(model)
     for name, submodel in submodels.items():
         from fast_attention.integrations import hugging_face
 
         try:
-            with restored_generators(model):
-                found, skipped, remarks = hugging_face.swap_exactly(submodel, probe, skip_padding)
+            found = hugging_face.swap_exactly(submodel, probe, skip_padding)
         except Unsupported as error:
             if skip_padding:
-                swap_back(model)
                 raise
+            hugging_face.swap_back(submodel)
             notes.append(str(error))
             continue
-        layers += [_renamed(layer, name) for layer in found]
-        notes, skips = [*notes, *remarks], skips or skipped
+        layers += [_renamed(layer, name) for layer in found.layers]
+        notes, skips = [*notes, *found.notes], skips or found.skips_padding
     if not submodels:
         notes.append(
             f"{type(model).__name__} holds no Hugging Face model, whose layers say what they compute. What would work: "
@@ -175,6 +170,7 @@ def _swapped(
         except Unsupported as error:
             if skip_padding:
                 raise
+            undo()
             refused.append(str(error))
             continue
         layers += [_renamed(layer, name) for layer in found]

@@ -1,4 +1,4 @@
-"""Visibility of a call's tokens in structured form, read from masks and mask functions.
+"""Visibility of a call's tokens in structured form, read from masks, mask functions and the borders of packed rows.
 
 What a mask function lets each token see is found by a number of evaluations linear in the length.
 """
@@ -15,12 +15,15 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fast_attention import left_padding
+from fast_attention import left_padding, packed
 from fast_attention.engine import masks
+from fast_attention.engine.tracing import exporting
+from fast_attention.integrations import calls
 from fast_attention.mechanism import Unsupported
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.packed import Packing
 
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # max_length_q and max_length_k follow from these
 Sees = Callable[..., Tensor]  # (batch, head, query, key), positions that broadcast -> may the query see the key?
 
 
@@ -173,20 +176,19 @@ def predicted(visibility: Visibility, distance: Tensor, row: int) -> Tensor:
     return visible if ids is None else visible & (ids == ids[:, row : row + 1])
 
 
-def assert_contiguous(tokens: Bool[Tensor, "batch all"]) -> None:
-    """Let a compiled graph fail at run time where there is something else between the tokens of a row."""
+def contiguous(tokens: Bool[Tensor, "batch all"]) -> bool:
+    """Whether the tokens of every row stand beside one another; a compiled graph says yes, and fails where it is no."""
+    tokens = tokens.bool()
+    begins = tokens[:, 1:] & ~tokens[:, :-1]
+    holds = (begins.sum(-1) + tokens[:, 0] <= 1).all()
+    if not torch.compiler.is_compiling():
+        return bool(holds)
     torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
-        contiguous(tokens),
+        holds,
         "an attention_mask with something between the tokens of a row, in a compiled swapped model that counts "
         "positions by tokens. What would work: padding on one side, or the model uncompiled",
     )
-
-
-def contiguous(tokens: Bool[Tensor, "batch all"]) -> Bool[Tensor, ""]:
-    """Whether the tokens of every row stand beside one another."""
-    tokens = tokens.bool()
-    begins = tokens[:, 1:] & ~tokens[:, :-1]
-    return (begins.sum(-1) + tokens[:, 0] <= 1).all()
+    return True
 
 
 def within_window(mechanism: Any, keys_left: int | None, keys_right: int | None) -> bool:
@@ -399,3 +401,102 @@ def reach(sees: Sees, positions: Positions) -> int | None:
 def _leading(side: Tensor) -> int | None:
     """How many keys of a row are visible before the first that is not; None: all of them."""
     return None if bool(side.all()) else int((~side).int().argmax())
+
+
+# Packed rows ----------------------------------------------------------------------------------------------------------
+#
+# Several texts in one row, without padding, as transformers' flattening collators make them. transformers says so by
+# ``cu_seq_lens_q`` and ``cu_seq_lens_k``, by ``seq_idx``, or by ``position_ids`` that begin anew.
+
+
+def borders_in(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Read a description of packed rows from a model's keyword arguments.
+
+    Raises:
+        Unsupported: They say something in compiled code, which cannot read it.
+    """
+    borders = {name: arguments[name] for name in BORDERS if arguments.get(name) is not None}
+    if borders and torch.compiler.is_compiling():
+        raise Unsupported(
+            f"{', '.join(borders)} in a compiled swapped model, which cannot read their numbers. What would work: the "
+            "model uncompiled, or position_ids alone with a causal model and a mechanism that takes masks, as Softmax"
+        )
+    return borders
+
+
+def packed_texts(q: Tensor, k: Tensor, extra: Mapping[str, Any], visibility: Visibility, cached: int) -> Packing | None:
+    """The packed texts that an attention call is told of by ``extra``, or a call of the model around it.
+
+    Texts run on from row to row; ``cached``: the tokens in a cache that the queries continue.
+
+    Raises:
+        Unsupported: The queries continue a cache, which holds the texts before as one.
+        ValueError: The borders do not rise, or do not end at the number of tokens.
+    """
+    queries, keys = q.shape[0] * q.shape[-2], k.shape[0] * k.shape[-2]
+    borders = borders_in(extra)
+    if torch.compiler.is_compiling():
+        _assert_one_text(q, k, extra, visibility)
+        return None
+    if not borders:  # some models do not pass all arguments on, and in the backward pass the model's call is over
+        noted = (*calls.packed(), *visibility.borders)
+        borders = next((each for each in noted if _length(each) == queries), {})
+    if not borders:
+        return None
+    if cached:
+        raise Unsupported(
+            f"{q.shape[-2]} new tokens behind {cached} in a cache, in a packed row ({', '.join(borders)}): packed "
+            "texts cannot be decoded. What would work: generate from a padded batch, one text in a row"
+        )
+    if "seq_idx" in borders and len(borders) == 1:
+        numbers = borders["seq_idx"]
+        if queries != keys or numbers.shape[-1] != q.shape[-2] or numbers.numel() not in (queries, q.shape[-2]):
+            raise ValueError(f"seq_idx has shape {tuple(numbers.shape)}; it must be {(len(q), q.shape[-2])}")
+        return numbered(numbers.expand(len(q), -1))
+    first = borders.get("cu_seq_lens_q", borders.get("cu_seq_lens_k"))
+    assert first is not None
+    return packed.packing((first, borders.get("cu_seq_lens_k", first)), None, queries, keys, name="cu_seq_lens")
+
+
+def texts_of(borders: Mapping[str, Tensor]) -> Packing:
+    """The packed texts of one row whose padding was skipped, from where each begins and the last one ends."""
+    lengths = tuple(borders["cu_seq_lens_q"].diff().tolist())
+    return Packing(lengths, lengths)
+
+
+def numbered(texts: Int[Tensor, "batch length"]) -> Packing:
+    """The packed texts of rows in which every token has its text's number; no text runs on into the next row."""
+    lengths = tuple(n for row in texts for n in row.unique_consecutive(return_counts=True)[1].tolist())
+    return Packing(lengths, lengths)
+
+
+def one_row(x: Tensor, places: Tensor | None = None) -> Tensor:
+    """The tokens of rows (B, H, L, E), one behind another, as one row (1, H, T, E): all, or those at some places."""
+    row = x if len(x) == 1 else x.transpose(0, 1).flatten(1, 2)[None]
+    return row if places is None else row[:, :, places]
+
+
+def from_position_ids(position_ids: Tensor | None, batch: int, length: int) -> Packing | None:
+    """The packed texts of rows whose positions begin anew: where one is smaller than that before it, a text begins."""
+    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[-1] != length or length < 2:
+        return None
+    steps = position_ids.diff(dim=-1)
+    if not bool((steps < 0).any()):
+        return None
+    texts = torch.nn.functional.pad((steps <= 0).cumsum(-1), (1, 0))
+    return numbered(texts.expand(batch, -1))
+
+
+def _assert_one_text(q: Tensor, k: Tensor, extra: Mapping[str, Any], visibility: Visibility) -> None:
+    """Let a compiled graph fail where positions begin anew that no mask of transformers looks at: in encoders."""
+    ids = extra.get("position_ids")
+    ids = calls.position_ids() if ids is None else ids
+    looked_at = visibility.is_causal or visibility.tokens is not None or exporting()
+    if ids is not None and not looked_at and ids.ndim == 2 and ids.shape[-1] == q.shape[-2] == k.shape[-2]:
+        assert_unpacked((ids.diff(dim=-1) >= 0).all())
+
+
+def _length(borders: Mapping[str, Tensor]) -> int:
+    """The number of queries that borders are about."""
+    border = borders.get("cu_seq_lens_q", borders.get("cu_seq_lens_k"))
+    return borders["seq_idx"].numel() if border is None else int(border[-1])

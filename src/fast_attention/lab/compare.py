@@ -185,9 +185,9 @@ def promise(plan: Plan, record: Comparison, mechanism: Any) -> tuple[float, floa
 
 def recorded(mechanism: Any) -> float:
     """The cosine of a MiniLM's embeddings to its own that records have of a mechanism, or of another setting of it."""
-    from fast_attention.integrations import untrained  # torch comes with it
+    from fast_attention.integrations import report  # torch comes with it
 
-    table, name = untrained.cosines(), type(mechanism).__name__
+    table, name = report.cosines(), type(mechanism).__name__
     of_class = [row for expression, row in table.items() if expression.split("(")[0] == name]
     row = table.get(repr(mechanism)) or next(iter(of_class), None)
     return UNKNOWN if row is None else float(row[min(row)])
