@@ -10,14 +10,15 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fast_attention.conformance.finding import Breaches, all_moved, law
-from fast_attention.conformance.under_test import AttentionUnderTest, with_gradients
+from fast_attention.conformance.finding import Breaches, all_moved
+from fast_attention.conformance.under_test import Case, law_of_calls, with_gradients
 
 PATIENCE = 10.0  # seconds after which the threads no longer wait for one another
 
@@ -67,41 +68,28 @@ def difference_in_step(jobs: Sequence[Callable[[], tuple[Tensor, ...]]], model: 
     return max(map(all_moved, run_in_step(jobs, model), expected), default=0.0)
 
 
-def _lengths(subject: AttentionUnderTest, module: Any, device: str) -> list[int]:
-    """The length of every thread's call, the last another one where the attention takes it."""
-    length = subject.length // 2
-    with suppress(Exception):  # a length it does not take is another law's business
-        subject.call(module, subject.draw(length, device=device), subject.modes[0], None)
-        return [subject.length] * 3 + [length]
-    return [subject.length] * 3
-
-
-@law("threads")
-def threads(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
+@law_of_calls("threads")
+def threads(case: Case) -> Breaches:
     """Calls, gradients and decoding in several threads give what they give one after another.
 
     Three calls are of one length, for memory that they could share; one is of another, for what is kept by length. Up
     to rounding: the number of torch's own threads in a call, on which last bits depend, is not the call's choice.
     """
-    module: Any = subject.built(device=device)
-    lengths = _lengths(subject, module, device)
+    lengths = [case.length] * 3
+    with suppress(Exception):  # a length it does not take is another law's business
+        case.call(*case.draw(case.length // 2))
+        lengths.append(case.length // 2)
 
-    def call(seed: int, is_causal: bool) -> tuple[Tensor, ...]:
-        inputs = subject.draw(lengths[seed], seed=seed, device=device)
-        return with_gradients(lambda *x: subject.call(module, x, is_causal, None), inputs, module)
+    def call(seed: int) -> tuple[Tensor, ...]:
+        return with_gradients(case.call, case.draw(lengths[seed], seed=seed), case.module)
 
-    def decode(seed: int, module: Any = module) -> tuple[Tensor, ...]:
-        inputs, outs, state = subject.draw(9, seed=seed, device=device), [], None
+    def decode(seed: int) -> tuple[Tensor, ...]:
+        inputs, outs, state = case.draw(9, seed=seed), [], None
         for start, stop in ((0, 5), (5, 6), (6, 9)):
-            out, state = module.decode(*(x[..., start:stop, :] for x in inputs), state)
+            out, state = case.module.decode(*(x[..., start:stop, :] for x in inputs), state)
             outs.append(out.detach())
         return tuple(outs)
 
-    kinds: dict[str, Callable[[int], tuple[Tensor, ...]]] = {
-        f"is_causal={causal}": lambda seed, causal=causal: call(seed, causal) for causal in subject.modes
-    }
-    mechanism = subject.mechanism
-    if mechanism is not None and mechanism.traits.memory is not None:
-        kinds["decode"] = decode
-    for name, kind in kinds.items():
-        yield difference_in_step([lambda seed=seed, kind=kind: kind(seed) for seed in range(len(lengths))]), name
+    streams = case.is_causal and case.promises is not None and case.promises.memory is not None
+    for kind in (call, decode) if streams else (call,):
+        yield difference_in_step([partial(kind, seed) for seed in range(len(lengths))]), kind.__name__
