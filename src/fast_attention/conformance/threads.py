@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -52,14 +52,10 @@ def run_in_step(jobs: Sequence[Callable[[], Any]], model: nn.Module | None = Non
         finally:
             barrier.abort()
 
-    layers = () if model is None else model.modules()
-    handles = [layer.register_forward_pre_hook(lambda *_: _wait(barrier)) for layer in layers]
-    try:
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            return list(pool.map(run, jobs))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, ThreadPoolExecutor(len(jobs)) as pool:
+        for layer in () if model is None else model.modules():
+            hooks.enter_context(layer.register_forward_pre_hook(lambda *_: _wait(barrier)))
+        return list(pool.map(run, jobs))
 
 
 def difference_in_step(jobs: Sequence[Callable[[], tuple[Tensor, ...]]], model: nn.Module | None = None) -> float:

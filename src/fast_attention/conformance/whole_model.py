@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -79,13 +79,11 @@ def _recorded_layers(model: nn.Module, length: int) -> Iterator[LayerTensors]:
 
         return keep
 
-    layers = [(name, layer) for name, layer in model.named_modules() if name]
-    handles = [layer.register_forward_hook(hook(name), with_kwargs=True) for name, layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in model.named_modules():
+            if name:
+                hooks.enter_context(layer.register_forward_hook(hook(name), with_kwargs=True))
         yield record
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _blamed(before: LayerTensors, after: LayerTensors, keep: Callable[[Tensor], Tensor], limit: float) -> str:

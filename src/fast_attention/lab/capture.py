@@ -6,6 +6,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,13 +57,11 @@ def layers_during(model: nn.Module, run: Callable[[], Any]) -> list[Layer]:
 
         return part.register_forward_pre_hook(keep, with_kwargs=True)
 
-    bounds = {name: part for name, part in model.named_modules() if isinstance(part, Bound)}
-    hooks = [watch(name, part) for name, part in bounds.items() if isinstance(part.mechanism, Attention)]
-    try:
+    with ExitStack() as hooks:
+        for name, part in model.named_modules():
+            if isinstance(part, Bound) and isinstance(part.mechanism, Attention):
+                hooks.enter_context(watch(name, part))
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return layers
 
 
