@@ -233,7 +233,7 @@ class Machine:
                 return Passes(run, run)
 
             names = [EXACT, *map(repr, mechanisms)]
-            return [Competitor(name, EXACT, lambda *_, name=name: make(name), 1.0) for name in names]
+            return [Competitor(name, lambda *_, name=name: make(name), 1.0) for name in names]
 
         def counted(run: Any, device: Any) -> tuple[int, int]:
             run()

@@ -150,11 +150,7 @@ class HuggingFace:
 
     @torch.no_grad()
     def layers(self, length: int) -> tuple[list[Layer], str]:
-        """Run the model once and keep what every layer attends with; and what was read.
-
-        Raises:
-            InputError: The model fails at this length, or its attention is more than q, k and v.
-        """
+        """Run the model once and keep what every layer attends with, if that is q, k and v alone; and what was read."""
         ids, read = self.corpus.tokens(self.tokenizer, length)
         beyond = self.own_context is not None and ids.shape[1] > self.own_context
         try:
@@ -197,9 +193,6 @@ def source(model: str | None, text: str | None, seed: int, longest: int = 0) -> 
     """The source called ``model``: what ``loading.find`` knows, ``gaussian``, or ``HEADSxWIDTH`` (such tensors).
 
     A Hugging Face model's positions are extended to ``longest`` tokens where it has fewer.
-
-    Raises:
-        InputError: It cannot be read, or does not read what was given.
     """
     sizes = _SHAPES.fullmatch(model or "")
     if sizes or model == GAUSSIAN:
