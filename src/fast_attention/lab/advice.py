@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from rich.text import Text
 
-from fast_attention.lab import pages, pictures, report, same_results, verdicts
+from fast_attention.lab import pages, pictures, report, verdicts
 from fast_attention.lab.compare import measurable
 from fast_attention.lab.pages import Block, Figure, Folded, Listing, Section, Words
 from fast_attention.lab.pictures import Point, Tradeoff
@@ -238,7 +238,7 @@ def measured(record: Advised) -> list[str]:
 
 def shown(record: Advised) -> list[Table | Text | str]:
     """The advice on the terminal."""
-    exact = [Text(words, style="bold") for words in same_results.words(record.meta.get("same_results"))]
+    exact = [Text(words, style="bold") for words in verdicts.same_results(record.meta.get("same_results"))]
     parts: list[Table | Text | str] = [
         *exact, *(Text(words, style="" if number else "bold") for number, words in enumerate(record.advice["words"]))
     ]  # fmt: skip
@@ -255,7 +255,7 @@ def html(record: Advised) -> str:
         "Asked": f"{meta['length']:,} tokens, a median error of {percent(meta['budget'])} at most",
         "Measured": " ".join(measured(record)),
     }
-    exact = same_results.words(meta.get("same_results"))
+    exact = verdicts.same_results(meta.get("same_results"))
     sections = [
         Section("Advice", [*(Words(each, "lead") for each in [*exact, *record.advice["words"]]), *_points(record)]),
         Section("Ranking", [*[Words(NO_REFERENCE)] * bool(record.far), ranking(record)]),
