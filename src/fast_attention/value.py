@@ -171,6 +171,3 @@ def is_seed(owner: object, setting: str, value: object) -> None:
     at_least(owner, setting, value, 0)
     if isinstance(value, int) and value >= SEEDS:
         raise ValueError(f"{type(owner).__name__}({setting}={value}): a seed is below {SEEDS}")
-
-
-__all__ = ["SEEDS", "Value", "at_least", "is_seed", "one_of"]
