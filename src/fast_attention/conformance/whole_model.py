@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fast_attention import cache_argument
 from fast_attention.conformance.finding import Finding, Law, all_moved, claims, judged, law, moved, rounding
 from fast_attention.conformance.independence import seen
-from fast_attention.conformance.threads import difference_in_step
+from fast_attention.conformance.robustness import difference_in_step
 from fast_attention.conformance.under_test import with_gradients
 from fast_attention.nn.bound import Bound
 
