@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -41,42 +40,36 @@ def claims(promised: Any, otherwise: str) -> None:
 
 @dataclass(frozen=True)
 class Law:
-    """A law with its name: a function from a subject and a device to a finding."""
-
-    name: str
-    evaluate: Callable[[Any, str], Finding]
-
-    def __call__(self, subject: Any, device: str = "cpu") -> Finding:
-        """Judge the subject; an attention that raises where the law calls it breaks the law."""
-        try:
-            finding = self.evaluate(subject, device)
-        except NotClaimed as error:
-            finding = Finding("not claimed", detail=str(error))
-        except (Exception, SystemExit) as error:
-            lines = str(error).strip().splitlines()
-            detail = f"raised {type(error).__name__}: {lines[0] if lines else ''}"[:200]
-            finding = Finding("broken", float("inf"), 0.0, detail)
-        return replace(finding, law=self.name)
-
-
-def law(name: str, limit: float | None = None) -> Callable[[Callable[[Any, str], Finding | Breaches]], Law]:
-    """Make a law of a function ``(subject, device)`` that gives its finding, or every breach and its place.
+    """A law: ``measured(subject, device)`` gives its finding, or every breach and its place.
 
     The largest of the breaches must not exceed ``limit``, or else rounding in the subject's dtype.
     """
 
-    def make(measured: Callable[[Any, str], Finding | Breaches]) -> Law:
-        @functools.wraps(measured)
-        def evaluate(subject: Any, device: str) -> Finding:
-            result = measured(subject, device)
-            if isinstance(result, Finding):
-                return result
-            size, at = max(((x if x == x else math.inf, at) for x, at in result), key=itemgetter(0), default=(0.0, ""))
-            return judged(size, rounding(subject.dtype) if limit is None else limit, at if size else "")
+    name: str
+    measured: Callable[[Any, str], Finding | Breaches]
+    limit: float | None = None
 
-        return Law(name, evaluate)
+    def __call__(self, subject: Any, device: str = "cpu") -> Finding:
+        """Judge the subject; an attention that raises where the law calls it breaks the law."""
+        try:
+            found = self.measured(subject, device)
+            if not isinstance(found, Finding):
+                sizes = ((x if x == x else math.inf, at) for x, at in found)
+                size, at = max(sizes, key=itemgetter(0), default=(0.0, ""))
+                limit = rounding(subject.dtype) if self.limit is None else self.limit
+                found = judged(size, limit, at if size else "")
+        except NotClaimed as error:
+            found = Finding("not claimed", detail=str(error))
+        except (Exception, SystemExit) as error:
+            lines = str(error).strip().splitlines()
+            detail = f"raised {type(error).__name__}: {lines[0] if lines else ''}"[:200]
+            found = Finding("broken", float("inf"), 0.0, detail)
+        return replace(found, law=self.name)
 
-    return make
+
+def law(name: str, limit: float | None = None) -> Callable[[Callable[[Any, str], Finding | Breaches]], Law]:
+    """Make a law of a function."""
+    return lambda measured: Law(name, measured, limit)
 
 
 def judged(size: float, limit: float, detail: str = "") -> Finding:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import catalogue
-from fast_attention.conformance.finding import Breaches, Law, claims, law
+from fast_attention.conformance.finding import Breaches, Law, claims
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.multihead import MultiheadAttention
@@ -121,7 +121,6 @@ def law_of_calls(
     """
 
     def make(measured: Callable[[Case], Breaches]) -> Law:
-        @law(name, limit)
         @functools.wraps(measured)
         def breaches(subject: AttentionUnderTest, device: str) -> Breaches:
             claims(subject.causal or not causal, "not causal")
@@ -131,7 +130,7 @@ def law_of_calls(
                 for size, at in measured(Case(subject, module, inputs, is_causal, device)):
                     yield size, ", ".join(filter(None, [at, f"{is_causal=}"]))
 
-        return breaches
+        return Law(name, breaches, limit)
 
     return make
 
