@@ -8,11 +8,12 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from fast_attention.conformance.finding import Breaches, Finding, claims, law, moved, rounding
-from fast_attention.conformance.under_test import AttentionUnderTest, Case, law_of_calls, with_gradients
+from fast_attention.conformance.finding import Breaches, claims, moved, rounding
+from fast_attention.conformance.under_test import Case, law_of_calls, with_gradients
 
 FACTORS = (6.0, -6.0, 60.0)
 LONG = 1_100  # tokens
+UNSEEN = "size counts outputs that do not move"
 
 
 def _tokens(x: Tensor, start: int, stop: int | None = None) -> Tensor:
@@ -75,22 +76,18 @@ def enormous(case: Case) -> Breaches:
                     yield float((a - b).abs().max() / b.abs().max().clamp_min(least)), at
 
 
-@law("the past is seen")
-def past(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+@law_of_calls("the past is seen", 0.0, causal=True)
+def past(case: Case) -> Breaches:
     """The past is seen: other early tokens give other late outputs."""
-    claims(subject.causal, "not causal")
-    module, length = subject.built(device=device), subject.length
-    inputs = subject.draw(length, device=device)
-    where = (torch.arange(length) < length // 2).expand(2, -1).to(inputs[0].device)
-    before = subject.call(module, inputs, True, None)
-    after = subject.call(module, _changed(inputs, where, 1.0), True, None)
-    return seen(_tokens(after, length // 2), _tokens(before, length // 2))
+    half = case.length // 2
+    early = (torch.arange(case.length, device=case.inputs[0].device) < half).expand(2, -1)
+    after, before = case.call(*_changed(case.inputs, early, 1.0)), case.call(*case.inputs)
+    yield unseen(_tokens(after, half), _tokens(before, half)), UNSEEN
 
 
-def seen(after: Tensor, before: Tensor) -> Finding:
-    """Kept where later outputs move at all."""
-    size, least = moved(after, before), 1e-6
-    return Finding("kept" if size > least else "broken", size, least, "smallest change that counts as seeing")
+def unseen(after: Tensor, before: Tensor) -> float:
+    """1 where outputs do not move, up to a millionth; else 0."""
+    return float(moved(after, before) <= 1e-6)
 
 
 def padding_masks(length: int, device: torch.device) -> Tensor:
