@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.conformance.finding import Breaches, Finding, all_moved, claims, judged, law, moved, rounding
+from fast_attention.conformance.finding import Breaches, all_moved, claims, law, moved, rounding
 from fast_attention.conformance.independence import padding_masks
 from fast_attention.conformance.under_test import AttentionUnderTest, Case, law_of_calls, with_gradients
 from fast_attention.counting import count_operations, exponent, peak_bytes
@@ -153,20 +153,15 @@ def combining(case: Case) -> Breaches:
             yield moved(out, case.call(q, k, v, mask=key_mask)), "read"
 
 
-@law("declared order")
-def order(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+@law_of_calls("declared order", 0.3)
+def order(case: Case) -> Breaches:
     """Counted operations and peak memory grow with the declared power of n."""
-    mechanism: Any = subject.mechanism
-    claims(mechanism is not None, "no declared order")
-    worst, at, declared = -9.0, "", mechanism.traits.complexity_exponent
-    for is_causal in subject.modes:
-        costs = [_costs(mechanism, n, is_causal, device) for n in (SHORT, LONG)]
-        for kind, small, large in zip(("operations", "peak memory"), *costs, strict=True):
-            grown = exponent(small, large, LONG / SHORT)
-            if grown - declared > worst:
-                worst = grown - declared
-                at = f"{kind} grow as n^{grown:.2f}, is_causal={is_causal}; declared {declared:g}"
-    return judged(worst, 0.3, at)
+    claims(case.promises is not None, "no declared order")
+    declared = case.promises.complexity_exponent
+    costs = [_costs(case.subject.mechanism, n, case.is_causal, case.device) for n in (SHORT, LONG)]
+    for kind, small, large in zip(("operations", "peak memory"), *costs, strict=True):
+        grown = exponent(small, large, LONG / SHORT)
+        yield grown - declared, f"{kind} grow as n^{grown:.2f}; declared {declared:g}"
 
 
 def _costs(mechanism: Any, n: int, is_causal: bool, device: str) -> tuple[int, int]:
@@ -183,8 +178,8 @@ def _costs(mechanism: Any, n: int, is_causal: bool, device: str) -> tuple[int, i
         return count_operations(run), peak_bytes(run, device)
 
 
-@law("refusals refuse by name")
-def refusals(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+@law("refusals refuse by name", 0.0)
+def refusals(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
     """Check that all that the traits deny is refused by name, and that the message names what would work."""
     mechanism: Any = subject.mechanism
     claims(mechanism is not None, "no declared traits")
@@ -210,7 +205,7 @@ def refusals(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
         if traits.memory is None:
             attempts["memory"] = lambda: module.decode(q, k, v)
     failed = [trait for trait, attempt in attempts.items() if not _refused(attempt, name, trait)]
-    return judged(len(failed), 0, "accepted: " + ", ".join(failed) if failed else f"{len(attempts)} refusals")
+    yield float(len(failed)), f"accepted: {', '.join(failed)}"
 
 
 def _refused(attempt: Any, name: str, trait: str) -> bool:

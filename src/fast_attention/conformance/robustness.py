@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fast_attention.conformance.finding import Breaches, Finding, all_moved, claims, judged, law, moved, rounding
+from fast_attention.conformance.finding import Breaches, all_moved, claims, law, moved, rounding
 from fast_attention.conformance.independence import padding_masks
 from fast_attention.conformance.under_test import AttentionUnderTest, Case, law_of_calls, weights_of, with_gradients
 
@@ -280,16 +280,14 @@ def threads(case: Case) -> Breaches:
         yield difference_in_step([partial(kind, seed) for seed in range(len(lengths))]), kind.__name__
 
 
-@law("state_dict round trip")
-def saved(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+@law_of_calls("state_dict round trip")
+def saved(case: Case) -> Breaches:
     """A state_dict loaded into another instance gives the same outputs, random features included."""
-    module = subject.built(device=device)
-    claims(isinstance(module, nn.Module), "not a module")
-    other = subject.built(seed=1, device=device)
-    other.load_state_dict(module.state_dict())
-    inputs = subject.draw(subject.length, device=device)
-    sizes = [moved(subject.call(other, inputs, c, None), subject.call(module, inputs, c, None)) for c in subject.modes]
-    return judged(max(sizes), rounding(subject.dtype) * 1e-3)
+    claims(isinstance(case.module, nn.Module), "not a module")
+    other = case.subject.built(seed=1, device=case.device)
+    other.load_state_dict(case.module.state_dict())
+    after = case.subject.call(other, case.inputs, case.is_causal, None)
+    yield 1e3 * moved(after, case.call(*case.inputs)), "in thousandths"
 
 
 @law_of_calls("torch.compile(fullgraph=True)")
