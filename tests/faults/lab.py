@@ -54,7 +54,7 @@ FAULTS = [
           "tests/lab/test_compare.py -k error_against_speed"),
     Fault("noise counts as a win", "lab/verdicts.py", " or even(cell, which):", ":", "tests/lab/test_compare.py -k noise"),
     Fault("a file that disagrees with its model is kept", "lab/commands.py",
-          "if max(trial.difference for trial in trials) > tolerance:", "if False:",
+          "if max(difference for *_, difference in trials) > tolerance:", "if False:",
           "tests/integrations/test_export.py -k 'disagrees'"),
     Fault("a draw in time is worth giving up exactness", "lab/advice.py", "if is_even or ratio >= FASTER:", "if ratio >= 1.0:",
           "tests/lab/test_advise.py -k limits"),

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fast_attention.lab.refusals import DTYPES, KINDS, importing
+from fast_attention.lab.refusals import DTYPES, KINDS, Failed, importing
 
 SEED = (1 << 32) - 1  # the highest: value.SEEDS, which stands beside torch, is the number of them
 TRACED = 24  # tokens of the example that an export traces
@@ -370,11 +370,8 @@ def export_command(
                 exporting.save(model.module, model.draw(2, length), draft, model.open_sizes)
             trials = export.trials(model, draft, watch)
             tables.show(export.table(trials, model.tokens, tolerance))
-            if max(trial.difference for trial in trials) > tolerance:
-                raise export.Disagreement
-    except export.Disagreement:
-        print(f"fast-attention: the file disagrees with the model; {path} was not written", file=sys.stderr)
-        return 1
+            if max(difference for *_, difference in trials) > tolerance:
+                raise Failed(f"the file disagrees with the model; {path} was not written")
     except Unsupported as error:
         raise inputs.InputError(str(error)) from error
     print(f"{path}: reads {', '.join(model.open_sizes)}; {path.stat().st_size / 1e6:,.1f} MB")
