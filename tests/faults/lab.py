@@ -58,7 +58,7 @@ FAULTS = [
           "tests/integrations/test_export.py -k 'disagrees'"),
     Fault("a draw in time is worth giving up exactness", "lab/advice.py", "if is_even or ratio >= FASTER:", "if ratio >= 1.0:",
           "tests/lab/test_advise.py -k limits"),
-    Fault("what is too inexact is advised", "lab/advice.py", "if not summary[0] <= question.budget:", "if False:",
+    Fault("what is too inexact is advised", "lab/advice.py", "if not summary[0] <= budget:", "if False:",
           "tests/lab/test_advise.py -k 'limits or ranking'"),
     Fault("a paragraph is read twice", "lab/texts.py", "if each not in known]", "if each]",
           "tests/lab/test_texts.py -k 'repeated'"),
