@@ -29,7 +29,7 @@ from benchmarks.competitors import OURS, TORCH, Competitor, baselines, chosen, d
 from experiments.arguments import Arguments, YesNo
 from fast_attention import clock, keep_memory
 from fast_attention.counting import counted
-from fast_attention.lab import inputs, measure, progress
+from fast_attention.lab import inputs, measure, tables
 from fast_attention.lab.environment import begun, load_average
 from fast_attention.lab.measure import Setting, timing
 from fast_attention.lab.records import PASSES, Cell, Pass, Timed
@@ -628,9 +628,9 @@ def main(arguments: list[str] | None = None) -> int:
         record = Benchmark.resume(path, meta) if asked.resume else Benchmark(meta)
         began = time.perf_counter()
         steps = len(plan.competitors) * (1 + len(plan.memory_lengths) + 4 * len(plan.lengths))
-        with progress.counted(steps) as watch:
+        with tables.counted(steps) as watch:
             watched = replace(plan, watch=watch, save=lambda: record.save(path))
-            status = progress.until_stopped(lambda: bench(watched, record))
+            status = tables.until_stopped(lambda: bench(watched, record))
         record.meta["seconds"] = round(record.meta.get("seconds", 0.0) + time.perf_counter() - began, 1)
         finish(plan, record, status)
         record.save(path)

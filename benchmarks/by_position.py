@@ -26,8 +26,7 @@ from torch.nn import functional as F
 from experiments.arguments import Arguments
 from fast_attention import extend, files, swap
 from fast_attention.lab import environment, loading, records, texts
-from fast_attention.lab.progress import counted
-from fast_attention.lab.tables import Table, show
+from fast_attention.lab.tables import Table, counted, show
 from fast_attention.lab.texts import TextChunks, spread
 
 EDGES = (0, 128, 256, 512, 1024, 2048, 4096)  # positions

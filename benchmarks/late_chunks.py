@@ -27,8 +27,7 @@ from experiments.arguments import Arguments
 from fast_attention import files, late_chunks
 from fast_attention.conversion.goals import pooled
 from fast_attention.lab import environment, loading, records
-from fast_attention.lab.progress import counted
-from fast_attention.lab.tables import Table, show
+from fast_attention.lab.tables import Table, counted, show
 from fast_attention.lab.texts import TextChunks
 
 SHORTEST, LONGEST = 1_000, 3_000  # tokens of a document

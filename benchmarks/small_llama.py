@@ -19,7 +19,7 @@ from experiments.arguments import Arguments
 from experiments.tasks import ByteLM, text_sides
 from fast_attention import files
 from fast_attention.lab.measure import useful_threads
-from fast_attention.lab.progress import measured
+from fast_attention.lab.tables import measured
 
 PIECE = 1 << 16  # bytes that the tokenizer takes at once
 BATCH, TOP, WARMUP = 8, 2e-3, 0.05

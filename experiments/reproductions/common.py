@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from experiments.arguments import Arguments
 from fast_attention import files, keep_memory
-from fast_attention.lab import inputs, progress
+from fast_attention.lab import inputs, tables
 from fast_attention.lab.environment import begun
 from fast_attention.lab.pictures import STYLE, svg
 from fast_attention.lab.records import Record
@@ -214,7 +214,7 @@ def _carry_out(reproduction: Reproduction, record: Reproduced, path: Path) -> st
         record.meta["seconds"] = round(spent + clock() - began, 1)
         record.save(path)
 
-    with progress.measured(total) as (update, _):
+    with tables.measured(total) as (update, _):
 
         def say(words: str) -> None:
             update(words, min(spent + clock() - began, total))
@@ -225,7 +225,7 @@ def _carry_out(reproduction: Reproduction, record: Reproduced, path: Path) -> st
                 record.rows.append(row)
                 keep()
 
-        status = progress.until_stopped(run)
+        status = tables.until_stopped(run)
     record.finish(status)
     keep()
     return status

@@ -201,14 +201,6 @@ def rows(inputs: dict[str, Tensor], *, same_width: bool) -> None:
         raise ValueError(f"q has width {width} and k has width {other}: they must be equal")
 
 
-def settings(kind: Callable[..., Any] | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Check the settings of a mechanism's ``kind``, and give them as it takes them."""
-    if kind is None or not given or torch.compiler.is_compiling():
-        return {}
-    mechanism = kind(**given)
-    return {name: getattr(mechanism, name) for name in given}
-
-
 def checked(
     function: Function, kind: Callable[..., Any] | None = None, *,
     masked: Callable[[Callable[..., Tensor], dict[str, Any]], Tensor] | None = None,
@@ -234,7 +226,10 @@ def checked(
             threads()
             for name in flags:
                 flag(name, arguments.get(name, False))
-            arguments |= settings(kind, {name: arguments[name] for name in arguments if name in of_kind})
+            given = {name: arguments[name] for name in arguments if name in of_kind}
+            if kind is not None and given and not torch.compiler.is_compiling():
+                mechanism = kind(**given)
+                arguments |= {name: getattr(mechanism, name) for name in given}
             if "q" in inputs and "dropout" in names:
                 scores(arguments.get("attn_mask"), arguments.get("dropout", 0.0), inputs["q"], inputs["k"])
             values = inputs["v" if "v" in inputs else "x"]

@@ -37,7 +37,7 @@ def _run(arguments: list[str]) -> int:
     try:
         with refusals.importing():
             from fast_attention.lab import command_line
-    except (refusals.InputError, refusals.BrokenLibrary) as error:
+    except (refusals.InputError, refusals.Failed) as error:
         return refusals.refuse(*refusals.refusal(error) or (1, ""))
     keep_memory()
     return command_line.run(arguments)

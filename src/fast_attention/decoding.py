@@ -109,21 +109,6 @@ def copy_if_aliased(content: Any, *inputs: Tensor | None, at_start: bool) -> Any
     return _mapped(content, unaliased, 0)
 
 
-def combined(mechanism: str, earlier: Any, later: Any) -> State:
-    """An empty state for two neighbouring chunks, after validation.
-
-    Raises:
-        ValueError: They are not two states of this mechanism and of the same heads, widths and batch.
-    """
-    for state in (earlier, later):
-        if not isinstance(state, State):
-            raise ValueError(f"combine takes two states; got a {type(state).__name__}")
-        if state.mechanism != mechanism:
-            raise ValueError(f"the state is of {state}; this is {mechanism}")
-    validated(earlier, later)
-    return later
-
-
 def select(state: Any, index: Tensor) -> Any:
     """The state of the sequences ``index`` of a batch, in this order, repeated if named twice: beam search's reorder.
 

@@ -128,6 +128,3 @@ def in_words(value: object) -> str:
         return f"the module {value.__name__}"
     shown = textwrap.shorten(repr(value), QUOTED, placeholder=" ...")
     return f"{shown}, of type {type(value).__name__}"
-
-
-__all__ = ["Parser", "in_words", "quoted"]

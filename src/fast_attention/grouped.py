@@ -28,17 +28,12 @@ def attend(
         ValueError: G does not divide H, or other sizes do not fit.
     """
     options: Any = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout}
-    checks.tensors(q=q, k=k, v=v)
-    checks.heads(q, k, v, same_width=False, grouped=True)
-    heads.divide(q.shape[-3], k=k, v=v)
-    groups, length = k.shape[-3], q.shape[-2]
-    if groups == v.shape[-3] == q.shape[-3]:
-        return mechanism(q, k, v, w, **options)
-    folds = not is_causal or length == 1  # a last query alone sees all keys
+    k, v = checks.grouped(q, k, v, shares=True)
+    folds = not is_causal or q.shape[-2] == 1  # a last query alone sees all keys
     is_square = mechanism.traits.complexity_exponent >= 2
     shares = mechanism.unordered and (folds or is_square)  # passes in chunks copy a view, twice
     open_scores = attn_mask is not None or dropout != 0.0
-    if not shares or open_scores or traced() or groups != v.shape[-3] or 0 in q.shape:
+    if not shares or open_scores or traced() or k.shape[-3] == q.shape[-3] or 0 in q.shape:
         k, v = heads.repeated(q.shape[-3], k=k, v=v)
         return mechanism(q, k, v, w, **options)
 

@@ -215,6 +215,3 @@ def _rolled(x: Tensor, by: Int[Tensor, "batch"]) -> Tensor:
     places = torch.where(places < number, places, places - number)  # ONNX has no remainder by an open size
     rows = torch.arange(x.shape[0], device=x.device)[:, None]
     return x.movedim(-2, 1)[rows, places].movedim(1, -2)
-
-
-__all__ = ["advance", "attend", "begins", "keys_to_front", "may_begin_late", "mix", "of_function"]

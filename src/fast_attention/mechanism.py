@@ -244,8 +244,13 @@ class Attention(Mechanism[W, S]):
         """
         if self.traits.memory != "constant":
             raise self.refuse("combining states", "memory", "constant")
-        empty = decoding.combined(self.expression, earlier, later)
-        return replaced(empty, content=self.merge_states(earlier.content, later.content))
+        for state in (earlier, later):
+            if not isinstance(state, State):
+                raise ValueError(f"combine takes two states; got a {type(state).__name__}")
+            if state.mechanism != self.expression:
+                raise ValueError(f"the state is of {state}; this is {self.expression}")
+        content = self.merge_states(decoding.validated(earlier, later), later.content)
+        return replaced(later, content=content)
 
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()], state: State, *, key_mask: Tensor | None = None

@@ -75,27 +75,19 @@ class Packing:
 
 
 def packing(
-    cu_seqlens: CuSeqlens | None, lengths: Lengths | None, queries: int, keys: int, attn_mask: Tensor | None = None,
-    *, name: str = "cu_seqlens",
+    cu_seqlens: CuSeqlens | None, lengths: Lengths | None, queries: int | None = None, keys: int | None = None,
+    attn_mask: Tensor | None = None, *, name: str = "cu_seqlens",
 ) -> Packing | None:  # fmt: skip
     """The packed sequences that a caller's ``cu_seqlens`` or ``lengths`` describe; None where both are None.
 
-    Both are as in ``fast_attention.attention``. There are so many ``queries`` and ``keys``; an ``attn_mask`` beside
-    them is refused. ``name`` is what errors call ``cu_seqlens``.
+    Both are as in ``fast_attention.attention``. There are so many ``queries`` and ``keys``, if that is known yet; an
+    ``attn_mask`` beside them is refused. ``name`` is what errors call ``cu_seqlens``.
 
     Raises:
         TypeError: They are no whole numbers.
         ValueError: They do not begin at 0, fall, or do not end at the number of tokens; or more is given.
         Unsupported: Numbers of a tensor are asked for where code is traced.
     """
-    sequences = packed_lengths(cu_seqlens, lengths, attn_mask, name=name)
-    return None if sequences is None else sequences.fitted(queries, keys)
-
-
-def packed_lengths(
-    cu_seqlens: CuSeqlens | None, lengths: Lengths | None, attn_mask: Tensor | None = None, *, name: str = "cu_seqlens"
-) -> Packing | None:  # fmt: skip
-    """The packed sequences, as ``packing`` takes them, before it is known how many tokens there are."""
     if cu_seqlens is None and lengths is None:
         return None
     if cu_seqlens is not None and lengths is not None:
@@ -107,17 +99,16 @@ def packed_lengths(
         )
     name, given = ("lengths", cast(Any, lengths)) if cu_seqlens is None else (name, cast(Any, cu_seqlens))
     read, borders = (_checked_lengths, False) if cu_seqlens is None else (_checked_borders, True)
-    if not _is_pair(given):
-        sizes = read(name, given)
-        return Packing(sizes, sizes, (name, name), borders, is_pair=False)
-    names = (f"{name}_q", f"{name}_k")
-    queries, keys = (read(each, x) for each, x in zip(names, given, strict=True))
-    if len(queries) != len(keys):
+    is_pair = isinstance(given, tuple | list) and len(given) == 2 and not any(isinstance(x, int) for x in given)
+    names = (f"{name}_q", f"{name}_k") if is_pair else (name, name)
+    sizes = [read(each, x) for each, x in zip(names, given, strict=True)] if is_pair else [read(name, given)] * 2
+    if len(sizes[0]) != len(sizes[1]):
         raise ValueError(
-            f"{names[0]} has {len(queries)} sequences and {names[1]} has {len(keys)}: every sequence of queries needs "
-            "one of keys, if an empty one"
+            f"{names[0]} has {len(sizes[0])} sequences and {names[1]} has {len(sizes[1])}: every sequence of queries "
+            "needs one of keys, if an empty one"
         )
-    return Packing(queries, keys, names, borders)
+    sequences = Packing(sizes[0], sizes[1], names, borders, is_pair)
+    return sequences if queries is None or keys is None else sequences.fitted(queries, keys)
 
 
 def attend(
@@ -205,10 +196,6 @@ def _sequences(x: Tensor, starts: list[int], lengths: tuple[int, ...], group: li
     """The sequences of a group, cut out of (batch, ..., T, E): (sequences * batch, ..., length, E)."""
     rows = [x.narrow(-2, starts[i], lengths[i]) for i in group]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _is_pair(given: Any) -> bool:
-    return isinstance(given, tuple | list) and len(given) == 2 and not any(isinstance(x, int) for x in given)
 
 
 def _checked_borders(name: str, given: object) -> tuple[int, ...]:

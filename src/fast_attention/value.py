@@ -98,63 +98,52 @@ def typed(owner: Any) -> None:
     Settings that may be functions are checked only where they are plain values; the owner checks the rest.
     """
     kind = type(owner)
-    for name, options in _annotated(kind):
+    for name, hint in _annotated(kind):
         value = getattr(owner, name)
-        plain = value is None or isinstance(value, bool | int | float | str | bytes)
-        if (plain or all(map(_can_check, options))) and not any(_allows(option, value) for option in options):
-            words = " or ".join(dict.fromkeys(map(_in_words, options)))
-            raise ValueError(f"{kind.__name__}({name}={value!r}): {name} must be {words}")
+        if not _allows(hint, value):
+            raise ValueError(f"{kind.__name__}({name}={value!r}): {name} must be {_in_words(hint)}")
 
 
 @functools.cache
-def _annotated(kind: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """The settings of a class, each with the alternatives of its annotation; none if annotations cannot be resolved."""
+def _annotated(kind: type) -> tuple[tuple[str, Any], ...]:
+    """The settings of a class, each with its annotation; none if annotations cannot be resolved."""
     try:
         hints = get_type_hints(kind)
     except (NameError, TypeError):
         return ()
-    settings = [(field.name, hints[field.name]) for field in fields(kind) if field.init]  # type: ignore[arg-type]
-    return tuple((name, _alternatives(hint)) for name, hint in settings)
+    return tuple((field.name, hints[field.name]) for field in fields(kind) if field.init)  # type: ignore[arg-type]
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _can_check(option: Any) -> bool:
-    """Whether ``_allows`` can check every value against this type."""
-    if get_origin(option) is tuple:
-        return all(element is ... or all(map(_can_check, _alternatives(element))) for element in get_args(option))
-    kind = get_origin(option) or option
-    return kind is Literal or (isinstance(kind, type) and kind is not Callable)
-
-
-def _allows(option: Any, value: Any) -> bool:
-    if get_origin(option) is tuple:
-        types = get_args(option)
+def _allows(hint: Any, value: Any) -> bool:
+    """Whether an annotation allows a value; a function's, which cannot be checked, all but plain values."""
+    kind = get_origin(hint) or hint
+    if kind in (Union, UnionType):
+        return any(_allows(option, value) for option in get_args(hint))
+    if kind is tuple and get_args(hint):
+        types = get_args(hint)
         if not isinstance(value, tuple):
             return False
         types = types[:1] * len(value) if types[-1] is ... else types
-        pairs = zip(types, value, strict=False)
-        return len(types) == len(value) and all(
-            any(_allows(o, x) for o in _alternatives(alternative)) for alternative, x in pairs
-        )
-    if get_origin(option) is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in get_args(option))
-    if option is float:
+        return len(types) == len(value) and all(map(_allows, types, value))
+    if kind is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    if option is int:
+    if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    if option is Any or isinstance(option, TypeVar):
+    if kind is Any or isinstance(kind, TypeVar):
         return True
-    option = get_origin(option) or option
-    return isinstance(option, type) and isinstance(value, option)
+    if not isinstance(kind, type) or kind is Callable:
+        return not isinstance(value, NoneType | bool | int | float | str | bytes)
+    return isinstance(value, kind)
 
 
-def _in_words(option: Any) -> str:
-    if get_origin(option) is Literal:
-        return " or ".join(map(repr, get_args(option)))
-    return _WORDS.get(option) or (option.__name__ if isinstance(option, type) else str(option))
+def _in_words(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_in_words, get_args(hint))))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    return _WORDS.get(hint) or (hint.__name__ if isinstance(hint, type) else str(hint))
 
 
 def one_of(owner: object, setting: str, value: object, choices: object) -> None:
@@ -182,6 +171,3 @@ def is_seed(owner: object, setting: str, value: object) -> None:
     at_least(owner, setting, value, 0)
     if isinstance(value, int) and value >= SEEDS:
         raise ValueError(f"{type(owner).__name__}({setting}={value}): a seed is below {SEEDS}")
-
-
-__all__ = ["SEEDS", "Value", "at_least", "is_seed", "one_of"]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fast_attention import TokenMixer, conformance, swap
-from fast_attention.conformance.threads import run_in_step
+from fast_attention.conformance.robustness import run_in_step
 from fast_attention.lab import command_line
 
 transformers = pytest.importorskip("transformers")

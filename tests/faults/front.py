@@ -10,7 +10,7 @@ FAULTS = [
     Fault("fewer values than keys reach torch's kernel", "checks.py", "            rows(inputs, same_width=same_width)\n", "",
           "tests/test_functional.py -k 'every_key and softmax_attention'"),
     Fault("pure functions take settings that mechanisms refuse", "checks.py", "mechanism = kind(**given)",
-          "return given", "tests/test_functional.py -k settings_are"),
+          "mechanism = type(str(), (), given)", "tests/test_functional.py -k settings_are"),
     Fault("masked keys and values take part", "checks.py", "    if key_mask is None:\n        return k, v, None",
           "    if key_mask is not None:\n        return k, v, key_mask[..., None, :]", LAW + "'anything and Softmax'"),
     Fault("weights for other heads are taken", "checks.py", "heads != x.shape[-3]:", "heads != heads:",

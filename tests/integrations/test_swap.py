@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fast_attention
 from fast_attention import cache_argument, clock, explain, swap, swap_back
-from fast_attention.conformance.threads import difference_in_step
+from fast_attention.conformance.robustness import difference_in_step
 from fast_attention.integrations.report import span
 from fast_attention.mechanism import Unsupported
 

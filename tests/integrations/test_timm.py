@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import Local2d, swap, swap_back
-from fast_attention.conformance.threads import difference_in_step
+from fast_attention.conformance.robustness import difference_in_step
 from fast_attention.mechanism import Unsupported
 from tests.integrations.vision import PLACES, Attention, AttentionRope, Beit, EvaAttention, VisionTransformer
 from tests.sparse.test_local2d import visible_keys

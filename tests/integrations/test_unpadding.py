@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import swap, swap_back
-from fast_attention.conformance.threads import difference_in_step
+from fast_attention.conformance.robustness import difference_in_step
 from fast_attention.integrations.fresh import SKIPS
 from fast_attention.lab.loading import default_model
 from fast_attention.mechanism import Unsupported

@@ -13,11 +13,11 @@ import torch
 
 from fast_attention import catalogue
 from fast_attention.lab import advice, command_line, compare, measure
-from fast_attention.lab.advice import ORDER, Advised, Question, answer, ranked
+from fast_attention.lab.advice import ORDER, Advised, Row
 from fast_attention.lab.capture import Gaussian
 from fast_attention.lab.compare import Scene
 from fast_attention.lab.measure import Competitor, Passes, Setting
-from fast_attention.lab.records import EXACT, Cell, Comparison, Error
+from fast_attention.lab.records import EXACT, Cell, Error
 from fast_attention.lab.verdicts import LONG
 from tests.lab.reading_pages import assert_one_file, values
 from tests.lab.small_models import WORDS, saved
@@ -25,11 +25,17 @@ from tests.lab.small_models import WORDS, saved
 TINY = ["advise", "2x8", "--length", "24", "--threads", "1", "--seconds", "60"]
 
 
-def record(ratios: dict[str, float], errors: dict[str, float], length: int = 512) -> Comparison:
+def record(ratios: dict[str, float], errors: dict[str, float], length: int = 512) -> Advised:
     """Exact attention takes a second; the others their ratio; every head has the same error, at 512 tokens."""
     cells = [Cell(EXACT, length, "measured", forward_ms=1000.0, forward_ratio=1.0, forward_bytes=64)]
     cells += [Cell(name, length, "measured", forward_ms=1000 * r, forward_ratio=r) for name, r in ratios.items()]
-    return Comparison({}, cells, [Error(name, 512, "Softmax", [[size]]) for name, size in errors.items()])
+    meta = {"length": length, "budget": 0.1, "pass": "forward"}
+    return Advised(meta, cells, [Error(name, 512, "Softmax", [[size]]) for name, size in errors.items()])
+
+
+def ranked(found: Advised, mechanisms: list[Any]) -> list[Row]:
+    found.answer(mechanisms)
+    return found.ranking
 
 
 def parsed(*names: str) -> list[Any]:
@@ -49,8 +55,7 @@ def test_the_ranking() -> None:
         {"Local(window=2)": 0.05, "Local(window=4)": 0.09, "Local(window=8)": 0.01, "FavorPlus()": 0.5},
     )  # fmt: skip
     found.cells.append(Cell("LSH()", 512, "refused", "LSH() does not support it"))
-    question = Question(512, 0.1)
-    rows = ranked(found, parsed(*ALL), question)
+    rows = ranked(found, parsed(*ALL))
     assert [(row.mechanism, row.kind) for row in rows] == [
         ("Local(window=4)", "use"), ("Local(window=2)", "use"), (EXACT, "exact"), ("Local(window=8)", "slower"),
         ("FavorPlus()", "inexact"), ("Linformer()", "unknown"), ("LogAttention()", "cannot"), ("LSH()", "cannot"),
@@ -60,7 +65,7 @@ def test_the_ranking() -> None:
     assert "train it" in rows[-3].note
     assert "be causal" in rows[-3].cannot
     assert [ORDER.index(row.kind) for row in rows] == sorted(ORDER.index(row.kind) for row in rows)
-    said = answer(rows, question)
+    said = found.advice["words"]
     assert said[0].startswith("At 512 tokens use Local(window=4): 4 times as fast as exact attention, median error 9 %")
 
 
@@ -77,10 +82,10 @@ def test_the_ranking() -> None:
 def test_the_limits(ratio: float, error: float, kind: str) -> None:
     """The budget itself is allowed; a draw in time is no reason to give up exactness."""
     found = record({"FavorPlus()": ratio}, {"FavorPlus()": error})
-    rows = {row.mechanism: row.kind for row in ranked(found, parsed("FavorPlus"), Question(512, 0.1))}
+    rows = {row.mechanism: row.kind for row in ranked(found, parsed("FavorPlus"))}
     assert rows["FavorPlus()"] == kind
     found.cells[1].forward_low, found.cells[1].forward_high = 0.4, 1.1
-    (row,) = (row for row in ranked(found, parsed("FavorPlus"), Question(512, 0.1)) if row.mechanism != EXACT)
+    (row,) = (row for row in ranked(found, parsed("FavorPlus")) if row.mechanism != EXACT)
     assert row.kind == ("inexact" if kind == "inexact" else "slower"), "rounds on both sides of exact attention's time"
 
 
@@ -89,9 +94,9 @@ def test_keep_exact_attention_where_nothing_accurate_is_faster() -> None:
         {"Local(window=2)": 4.0, "Local(window=4)": 3.0},
         {"Local(window=2)": 0.05, "Local(window=4)": 0.05},
     )
-    rows = ranked(found, parsed("Local(window=2)", "Local(window=4)"), question := Question(512, 0.1))
+    rows = ranked(found, parsed("Local(window=2)", "Local(window=4)"))
     assert [row.mechanism for row in rows] == [EXACT, "Local(window=4)", "Local(window=2)"]
-    assert answer(rows, question) == [
+    assert found.advice["words"] == [
         "At 512 tokens keep exact attention: nothing within a median error of 10 % is faster.",
         "The nearest, Local(window=4), is 3 times as slow as exact attention; fast-attention compare measures greater "
         "lengths.",
@@ -100,8 +105,8 @@ def test_keep_exact_attention_where_nothing_accurate_is_faster() -> None:
 
 def test_keep_exact_attention_where_nothing_is_accurate_enough() -> None:
     found = record({"FavorPlus()": 0.5, "Linformer()": 0.2}, {"FavorPlus()": 0.6})
-    rows = ranked(found, parsed("FavorPlus", "Linformer"), question := Question(512, 0.1))
-    said = answer(rows, question)
+    rows = ranked(found, parsed("FavorPlus", "Linformer"))
+    said = found.advice["words"]
     assert rows[0].mechanism == EXACT
     assert said[0].endswith("nothing that needs no training stays within a median error of 10 %.")
     assert said[1] == "The nearest, FavorPlus(), has 60 % and is 2 times as fast as exact attention."
@@ -111,9 +116,9 @@ def test_keep_exact_attention_where_nothing_is_accurate_enough() -> None:
 def test_an_error_at_fewer_tokens_is_no_proof() -> None:
     """A window may cover all that the model reads, and little of what was asked for."""
     found = record({"Local(window=2)": 0.5}, {"Local(window=2)": 0.0}, 2048)
-    rows = ranked(found, parsed("Local(window=2)"), question := Question(2048, 0.1))
+    rows = ranked(found, parsed("Local(window=2)"))
     assert [row.kind for row in rows] == ["exact", "unproven"]
-    said = answer(rows, question)
+    said = found.advice["words"]
     assert said[0] == "At 2,048 tokens keep exact attention: no error is known there, as no more than 512 were read."
     assert said[1].startswith("Worth a look is Local(window=2): median error 0 % at 512 tokens, 2 times as fast")
 
@@ -178,15 +183,16 @@ def test_advice_for_a_causal_model(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_no_time_is_no_verdict() -> None:
     """What was not timed may be faster and exact: nothing is said of it."""
-    late, question = Cell("Local()", 512, "over budget", "late"), Question(512, 0.1)
+    late = Cell("Local()", 512, "over budget", "late")
     found = record({"BlockLocal()": 0.5}, {"BlockLocal()": 0.09})
     found.cells.append(late)
+    found.meta["would_do"] = 250
     both = parsed("BlockLocal", "Local")
     for known in ([], [[0.1]]):
         found.errors[1:] = [Error("Local()", 512, "Softmax", known, note="" if known else "over budget: late")]
-        rows = ranked(found, both, question)
+        rows = ranked(found, both)
         assert [row.kind for row in rows] == ["use", "exact", "open"]
-        assert answer(rows, question, 250) == [
+        assert found.advice["words"] == [
             "At 512 tokens undecided: give --seconds 250.",
             "May be the answer, and not measured yet: Local().",
             "So far BlockLocal() is best: 2 times as fast as exact attention, median error 9 %.",
@@ -196,12 +202,13 @@ def test_no_time_is_no_verdict() -> None:
         0.5,
         Error("Local()", 512, "Softmax", note="over budget"),
     )
-    assert [row.kind for row in ranked(found, both, question)] == ["use", "exact", "open"], "fast, of unknown error"
+    assert [row.kind for row in ranked(found, both)] == ["use", "exact", "open"], "fast, of unknown error"
     for changed in ({"status": "failed"}, {"status": "refused"}, {"status": "too large"}, {"forward_ratio": 2.0}):
         vars(late).update({"status": "over budget", "forward_ratio": None} | changed)
-        assert ranked(found, both, question)[-1].kind in ("cannot", "unknown"), "no time would help"
+        assert ranked(found, both)[-1].kind in ("cannot", "unknown"), "no time would help"
     late.status, late.forward_ratio, found.errors[1] = "over budget", None, Error("Local()", 512, "Softmax", [[0.11]])
-    said = answer(ranked(found, [*both, *parsed("AFTSimple")], question), question)
+    ranked(found, [*both, *parsed("AFTSimple")])
+    said = found.advice["words"]
     assert said[0].startswith("At 512 tokens use BlockLocal()"), "the other is too inexact"
     assert said[-1] == "Not timed, for lack of --seconds: 2 more, which are no estimates of exact attention."
 
@@ -233,7 +240,7 @@ class Machine:
                 return Passes(run, run)
 
             names = [EXACT, *map(repr, mechanisms)]
-            return [Competitor(name, EXACT, lambda *_, name=name: make(name), 1.0) for name in names]
+            return [Competitor(name, lambda *_, name=name: make(name), 1.0) for name in names]
 
         def counted(run: Any, device: Any) -> tuple[int, int]:
             run()
@@ -320,6 +327,7 @@ def _cells_and_errors() -> tuple[list[Cell], list[Error]]:
 
 def test_what_was_late_is_one_line() -> None:
     chosen = parsed("LogAttention", "AFTSimple", "Linformer")
-    late = Advised({}, [Cell(repr(each), 16, "over budget", "late") for each in chosen])
-    late.ranking = ranked(late, chosen, Question(16, 0.1))
+    late = record({}, {}, 16)
+    late.cells += [Cell(repr(each), 16, "over budget", "late") for each in chosen]
+    ranked(late, chosen)
     assert advice.unranked(late) == {"Not measured": [(", ".join(map(repr, chosen)), "over budget: late")]}

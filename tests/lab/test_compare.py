@@ -332,15 +332,15 @@ def test_the_time_goes_to_the_first_and_what_is_left_out_says_why() -> None:
     everybody = measure.against_exact(of.mechanisms)
     assert measure.predicted(record.cells, "FavorPlus()", 1.0, 64) == (pytest.approx(0.8), 0.0)
     group = measure.TimingGroup(of.setting, everybody, record, 64, 1.0, lambda what: None)
-    reasons = [group.too_late(each) for each in everybody[1:]]
+    reasons = [(group.left_out(each) or ("", ""))[1] for each in everybody[1:]]
     assert reasons == ["about 0.8 s a pass: those before it fill the 1 s for this length", "", ""]
     group.runners[EXACT], group.estimates[EXACT] = measure.exact(of.setting, of.setting.tensors(8)), [0.2, 0.1]
-    assert "about 0.1 s a pass" in group.too_late(everybody[2]), "three rounds are promised to what was added"
+    assert "about 0.1 s a pass" in str(group.left_out(everybody[2])), "three rounds are promised to what was added"
     record.cells[1].training_bytes = 2**40
-    assert "GiB, more than half of the free memory" in group.too_large(everybody[2])
+    assert "GiB, more than half of the free memory" in str(group.left_out(everybody[2]))
     late = measure.TimingGroup(of.setting, everybody, record, 32, 1.0, lambda what: None)
     late.started -= 10
-    assert "those before it fill the 1 s" in late.too_late(everybody[3]), "though nothing is known of it"
+    assert "those before it fill the 1 s" in str(late.left_out(everybody[3])), "though nothing is known of it"
     group = measure.TimingGroup(of.setting, everybody[:1], record_of(of), 16, 5.0, lambda what: None)
     group.run()
     assert [cell.status for cell in group.record.cells] == ["measured"]

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure as Canvas
 
 from fast_attention.lab import pages
-from fast_attention.lab.pages import Code, Facts, Figure, Folded, Listing, Section, Words
+from fast_attention.lab.pages import Facts, Figure, Folded, Listing, Section, Words
 from fast_attention.lab.pictures import COLOURS, DARK, STYLE, Picture, svg
 from fast_attention.lab.tables import (
     Number,
@@ -36,7 +36,7 @@ CHROMIUM = shutil.which("chromium")
 
 def test_all_that_is_said_is_escaped() -> None:
     table = Table([BAD], [[BAD, Value(BAD, "slow", BAD, BAD)], Row([BAD], "exact")], title=BAD)
-    blocks = [Words(BAD), Facts({BAD: BAD}), Listing([BAD, (BAD, BAD)]), Code(BAD), Folded(BAD, table)]
+    blocks = [Words(BAD), Facts({BAD: BAD}), Listing([BAD, (BAD, BAD)]), Words(BAD, "code"), Folded(BAD, table)]
     html = pages.page(BAD, [Section(BAD, blocks), Section("left out", [])], [Words(BAD, "warn")])
     assert "<b" not in html.replace("<body>", "")
     assert html.count(SAFE) == 19

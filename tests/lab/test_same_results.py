@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fast_attention.lab import command_line, same_results
+from fast_attention.lab import command_line, compare, verdicts
 from fast_attention.lab.capture import Gaussian, HuggingFace
 from fast_attention.lab.texts import Corpus
 from tests.lab.small_models import WORDS, saved
@@ -50,15 +50,15 @@ def row(length: int, before: float, difference: float = 1e-7) -> dict[str, Any]:
     ],
 )
 def test_what_was_found_in_words(rows: list[dict[str, Any]], skips: bool, said: list[str]) -> None:
-    assert same_results.words({"gains": bool(rows) or skips, "skips_padding": skips, "rows": rows}) == said
+    assert verdicts.same_results({"gains": bool(rows) or skips, "skips_padding": skips, "rows": rows}) == said
 
 
 def test_nothing_is_said_of_shapes_and_a_reason_is_given_where_nothing_is_gained() -> None:
-    assert same_results.words(None) == []
-    assert same_results.measure(Gaussian(2, 8), [64], 10.0, lambda what: None) is None
-    (said,) = same_results.words({"gains": True, "skips_padding": False, "rows": []})
+    assert verdicts.same_results(None) == []
+    assert compare.same_results(Gaussian(2, 8), [64], 10.0, lambda what: None) is None
+    (said,) = verdicts.same_results({"gains": True, "skips_padding": False, "rows": []})
     assert said == "swap(model) keeps the results. What it gains was not timed at these lengths."
-    (said,) = same_results.words({"gains": False, "skips_padding": False, "rows": []})
+    (said,) = verdicts.same_results({"gains": False, "skips_padding": False, "rows": []})
     assert said.startswith("Nothing is faster with the same results")
 
 
@@ -71,7 +71,7 @@ def windows(folder: Path) -> Path:
 def test_a_model_with_windows_is_timed_at_lengths_that_it_reads(tmp_path: Path) -> None:
     text = Corpus("words", (("words", WORDS),))
     source, watched = HuggingFace(str(windows(tmp_path)), text), list[str]()
-    found = same_results.measure(source, [320, 64, 1000], 60.0, watched.append)
+    found = compare.same_results(source, [320, 64, 1000], 60.0, watched.append)
     assert found is not None
     assert [row["length"] for row in found["rows"]] == [64, 320], "not beyond its positions"
     assert watched == ["same results at 64 tokens", "same results at 320 tokens"]
@@ -80,7 +80,7 @@ def test_a_model_with_windows_is_timed_at_lengths_that_it_reads(tmp_path: Path) 
     assert 0.0 < beyond["difference"] < 2e-5, "runs in tiles"
     assert all(row["before"] > 0 and row["after"] > 0 for row in found["rows"])
     assert (found["gains"], found["skips_padding"]) == (True, False)
-    stopped = same_results.measure(source, [64, 320], 0.0, watched.append)
+    stopped = compare.same_results(source, [64, 320], 0.0, watched.append)
     assert stopped is not None
     assert stopped["rows"] == [], "no length begins when the time is over"
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fast_attention.conformance import independence, promises, robustness, threads, whole_model
+from fast_attention.conformance import independence, promises, robustness, whole_model
 from fast_attention.conformance.finding import Finding as Finding
 from fast_attention.conformance.finding import Law as Law
 from fast_attention.conformance.under_test import AttentionUnderTest as AttentionUnderTest
@@ -49,7 +49,7 @@ LAWS: tuple[Law, ...] = (
     robustness.repeats,
     robustness.untouched,
     robustness.layouts,
-    threads.threads,
+    robustness.threads,
     robustness.saved,
     robustness.compiled,
     promises.poisoned,

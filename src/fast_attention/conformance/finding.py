@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -41,47 +40,33 @@ def claims(promised: Any, otherwise: str) -> None:
 
 @dataclass(frozen=True)
 class Law:
-    """A law with its name: a function from a subject and a device to a finding."""
+    """A law: ``measured(subject, device)`` gives every breach and its place.
+
+    The largest of the breaches must not exceed ``limit``, or else rounding in the subject's dtype; nor may one be NaN.
+    """
 
     name: str
-    evaluate: Callable[[Any, str], Finding]
+    measured: Callable[[Any, str], Breaches]
+    limit: float | None = None
 
     def __call__(self, subject: Any, device: str = "cpu") -> Finding:
         """Judge the subject; an attention that raises where the law calls it breaks the law."""
         try:
-            finding = self.evaluate(subject, device)
+            breaches = ((x if x == x else math.inf, at) for x, at in self.measured(subject, device))
+            size, at = max(breaches, key=itemgetter(0), default=(0.0, ""))
         except NotClaimed as error:
-            finding = Finding("not claimed", detail=str(error))
+            return Finding("not claimed", detail=str(error), law=self.name)
         except (Exception, SystemExit) as error:
             lines = str(error).strip().splitlines()
             detail = f"raised {type(error).__name__}: {lines[0] if lines else ''}"[:200]
-            finding = Finding("broken", float("inf"), 0.0, detail)
-        return replace(finding, law=self.name)
+            return Finding("broken", float("inf"), 0.0, detail, self.name)
+        limit = rounding(subject.dtype) if self.limit is None else self.limit
+        return Finding("kept" if size <= limit else "broken", size, limit, at if size else "", self.name)
 
 
-def law(name: str, limit: float | None = None) -> Callable[[Callable[[Any, str], Finding | Breaches]], Law]:
-    """Make a law of a function ``(subject, device)`` that gives its finding, or every breach and its place.
-
-    The largest of the breaches must not exceed ``limit``, or else rounding in the subject's dtype.
-    """
-
-    def make(measured: Callable[[Any, str], Finding | Breaches]) -> Law:
-        @functools.wraps(measured)
-        def evaluate(subject: Any, device: str) -> Finding:
-            result = measured(subject, device)
-            if isinstance(result, Finding):
-                return result
-            size, at = max(((x if x == x else math.inf, at) for x, at in result), key=itemgetter(0), default=(0.0, ""))
-            return judged(size, rounding(subject.dtype) if limit is None else limit, at if size else "")
-
-        return Law(name, evaluate)
-
-    return make
-
-
-def judged(size: float, limit: float, detail: str = "") -> Finding:
-    """Kept where ``size <= limit``; NaN breaks every law."""
-    return Finding("kept" if size <= limit else "broken", size, limit, detail)
+def law(name: str, limit: float | None = None) -> Callable[[Callable[[Any, str], Breaches]], Law]:
+    """Make a law of a function."""
+    return lambda measured: Law(name, measured, limit)
 
 
 def moved(after: Tensor, before: Tensor) -> float:

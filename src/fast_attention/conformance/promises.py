@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.conformance.finding import Breaches, Finding, all_moved, claims, judged, law, moved, rounding
+from fast_attention.conformance.finding import Breaches, all_moved, claims, law, moved, rounding
 from fast_attention.conformance.independence import padding_masks
-from fast_attention.conformance.under_test import AttentionUnderTest, with_gradients
+from fast_attention.conformance.under_test import AttentionUnderTest, Case, law_of_calls, with_gradients
 from fast_attention.counting import count_operations, exponent, peak_bytes
-from fast_attention.mechanism import Attention, Mixer, Shape, Unsupported
+from fast_attention.mechanism import Attention, Shape, Unsupported
 from fast_attention.nn.bound import Bound
 
 SHORT, LONG = 1024, 4096
@@ -22,172 +22,146 @@ SHORT, LONG = 1024, 4096
 OURS = "not one of this library's mechanisms"
 
 
-@law("decode in any split = one pass")
-def decoding(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
+def _masks(case: Case, *hidden: tuple[int, slice]) -> list[Tensor | None]:
+    """No key mask, and one that hides these tokens of a sequence each, if the attention takes one."""
+    mask = torch.ones(2, case.length, dtype=torch.bool, device=case.inputs[0].device)
+    for sequence, tokens in hidden:
+        mask[sequence, tokens] = False
+    return [None, mask] if case.subject.padding else [None]
+
+
+@law_of_calls("decode in any split = one pass", causal=True)
+def decoding(case: Case) -> Breaches:
     """Decoding in any split gives what one pass gives, of sequences padded in front too."""
-    mechanism = subject.mechanism
-    claims(mechanism is not None and mechanism.traits.memory is not None, "does not stream")
-    module, length = subject.built(device=device), subject.length
-    q, k, v = subject.draw(length, device=device)
-    mask = torch.ones(2, length, dtype=torch.bool, device=q.device)
-    front = torch.ones_like(mask)
-    mask[1, 2:7] = mask[1, -3:] = front[0, :4] = front[1, :11] = False
-    masks = {"unmasked": None} | ({"with a key mask": mask, "padded in front": front} if subject.padding else {})
-    for which, key_mask in masks.items():
-        one_pass = subject.call(module, (q, k, v), True, key_mask)
-        for sizes in ([length], [1] * length, [5, 1, 11, length - 17], [length - 1, 1]):
+    claims(case.promises is not None and case.promises.memory is not None, "does not stream")
+    between = _masks(case, (1, slice(2, 7)), (1, slice(-3, None)))
+    masks = [*between, *_masks(case, (0, slice(4)), (1, slice(11)))[1:]]
+    for which, key_mask in zip(("unmasked", "with a key mask", "padded in front"), masks, strict=False):
+        one_pass = case.call(*case.inputs, mask=key_mask)
+        for sizes in ([case.length], [1] * case.length, [5, 1, 11, case.length - 17], [case.length - 1, 1]):
             state, outputs, start = None, [], 0
             for size in sizes:
                 new = slice(start, start + size)
                 visible = None if key_mask is None else key_mask[:, new]
-                out, state = module.decode(q[:, :, new], k[:, :, new], v[:, :, new], state, key_mask=visible)
+                out, state = case.module.decode(*(x[:, :, new] for x in case.inputs), state, key_mask=visible)
                 outputs.append(out)
                 start += size
             yield moved(torch.cat(outputs, -2), one_pass), f"split {sizes[:4]}, {which}"
 
 
-@law("the last queries = the last rows")
-def few(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
+@law_of_calls("the last queries = the last rows", causal=True)
+def few(case: Case) -> Breaches:
     """A causal call with the last queries alone gives the last rows of the whole call."""
-    mechanism = subject.mechanism
-    claims(mechanism is not None and subject.causal and mechanism.traits.cross, "as many queries as keys")
-    module, length = subject.built(device=device), subject.length
-    q, k, v = subject.draw(length, device=device)
-    mask = torch.ones(2, length, dtype=torch.bool, device=q.device)
-    mask[0, :4] = mask[1, :11] = mask[1, -3:] = False
-    for key_mask in (None, mask) if subject.padding else (None,):
-        whole = subject.call(module, (q, k, v), True, key_mask)
-        for queries in (1, 2, 5, length // 2, length - 1):
-            out = subject.call(module, (q[..., -queries:, :], k, v), True, key_mask)
-            yield moved(out, whole[..., -queries:, :]), f"{queries} of {length}, {'un' * (key_mask is None)}masked"
+    claims(case.promises is not None and case.promises.cross, "as many queries as keys")
+    q, k, v = case.inputs
+    for key_mask in _masks(case, (0, slice(4)), (1, slice(11)), (1, slice(-3, None))):
+        whole = case.call(q, k, v, mask=key_mask)
+        for queries in (1, 2, 5, case.length // 2, case.length - 1):
+            out = case.call(q[..., -queries:, :], k, v, mask=key_mask)
+            yield moved(out, whole[..., -queries:, :]), f"{queries} queries, {'un' * (key_mask is None)}masked"
 
 
-@law("packed sequences = one call for each")
-def packed(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
+@law_of_calls("packed sequences = one call for each")
+def packed(case: Case) -> Breaches:
     """Sequences in one row give the outputs and gradients of one call for each, and none moves another by a bit."""
-    claims(subject.mechanism is not None, OURS)
-    module, length = subject.built(device=device), subject.length
-    lengths, inputs = (9, 4, 9, 1, length - 23), subject.draw(length, device=device)
-    for is_causal in subject.modes:
+    claims(case.promises is not None, OURS)
+    lengths = (9, 4, 9, 1, case.length - 23)
 
-        def in_one_row(*rows: Tensor, is_causal: bool = is_causal) -> Tensor:
-            return module(*rows, is_causal=is_causal, lengths=lengths)
+    def in_one_row(*rows: Tensor) -> Tensor:
+        return case.module(*rows, is_causal=case.is_causal, lengths=lengths)
 
-        def per_sequence(*rows: Tensor, is_causal: bool = is_causal) -> Tensor:
-            parts = zip(*(x.split(lengths, -2) for x in rows), strict=True)
-            return torch.cat([subject.call(module, part, is_causal, None) for part in parts], -2)
+    def per_sequence(*rows: Tensor) -> Tensor:
+        return torch.cat([case.call(*part) for part in zip(*(x.split(lengths, -2) for x in rows), strict=True)], -2)
 
-        packed, separate = (with_gradients(call, inputs, module) for call in (in_one_row, per_sequence))
-        yield all_moved(packed, separate), f"{is_causal=}"
-        changed = tuple(torch.cat([x[..., :9, :], -x[..., 9:13, :], x[..., 13:, :]], -2) for x in inputs)
-        outs = (in_one_row(*changed), packed[0])
-        if moved(*(torch.cat([out[..., :9, :], out[..., 13:, :]], -2) for out in outs)):
-            yield float("inf"), f"{is_causal=}, a neighbour moved"
+    packed, separate = (with_gradients(call, case.inputs, case.module) for call in (in_one_row, per_sequence))
+    yield all_moved(packed, separate), ""
+    changed = (torch.cat([x[..., :9, :], -x[..., 9:13, :], x[..., 13:, :]], -2) for x in case.inputs)
+    outs = (in_one_row(*changed), packed[0])
+    if moved(*(torch.cat([out[..., :9, :], out[..., 13:, :]], -2) for out in outs)):
+        yield float("inf"), "a neighbour moved"
 
 
-@law("padding may hold anything", rounding(torch.float32))
-def poisoned(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
+@law_of_calls("padding may hold anything", rounding(torch.float32), dtype=torch.float32)
+def poisoned(case: Case) -> Breaches:
     """Masked keys and values of NaN, infinity or 3e38 move no output, gradient or state; masked queries move no other
     token's output."""
-    claims(subject.mechanism is not None, "not one of ours")
-    claims(subject.padding, "takes no key mask")
-    module, length = subject.built(device=device, dtype=torch.float32), subject.length
-    inputs = tuple(x.float() for x in subject.draw(length, device=device))
-    mask = padding_masks(length, inputs[0].device)
-    masked = ~mask.view(2, *[1] * (inputs[0].ndim - 3), length, 1)
-    streams = subject.mechanism is not None and subject.mechanism.traits.memory is not None
+    claims(case.promises is not None, OURS)
+    claims(case.subject.padding, "takes no key mask")
+    inputs, mask = case.inputs, padding_masks(case.length, case.inputs[0].device)
+    masked = ~mask.view(2, *[1] * (inputs[0].ndim - 3), case.length, 1)
 
-    def fill(value: float) -> tuple[Tensor, ...]:
-        """The inputs with ``value`` at the masked tokens of keys and values, or of x."""
-        has_queries = len(inputs) == 3
-        return tuple(x if has_queries and i == 0 else x.masked_fill(masked, value) for i, x in enumerate(inputs))
-
-    def outputs_of(filled: tuple[Tensor, ...], is_causal: bool) -> tuple[Tensor, ...]:
-        """Outputs, gradients of inputs and weights and, where the mechanism streams, two decoding steps."""
-        outputs = with_gradients(lambda *x: subject.call(module, x, is_causal, mask), filled, module)
+    def outputs_of(value: float) -> tuple[Tensor, ...]:
+        """Outputs, gradients of inputs and weights and, where the mechanism streams, two decoding steps; ``value``
+        stands at the masked tokens of keys and values, or of x."""
+        filled = [x if len(inputs) == 3 and i == 0 else x.masked_fill(masked, value) for i, x in enumerate(inputs)]
+        outputs = with_gradients(lambda *x: case.call(*x, mask=mask), filled, case.module)
         state = None
-        for new in (slice(0, 9), slice(9, None)) if streams and is_causal else ():
-            decoded, state = module.decode(*(x[:, :, new] for x in filled), state, key_mask=mask[:, new])
+        for new in (slice(0, 9), slice(9, None)) if case.promises.memory is not None and case.is_causal else ():
+            decoded, state = case.module.decode(*(x[:, :, new] for x in filled), state, key_mask=mask[:, new])
             outputs += (decoded,)
         return outputs
 
-    for is_causal in subject.modes:
-        before = outputs_of(fill(0.0), is_causal)
-        for value in (float("nan"), float("inf"), 3e38, -3e38):
-            at = f"masked tokens hold {value:g}, {is_causal=}"
-            yield all_moved(outputs_of(fill(value), is_causal), before), at
-            queries_too = tuple(x.masked_fill(masked, value) for x in inputs)
-            rows = (subject.call(module, x, is_causal, mask).movedim(-2, 1)[mask] for x in (queries_too, inputs))
-            yield moved(*rows), at
+    before = outputs_of(0.0)
+    for value in (float("nan"), float("inf"), 3e38, -3e38):
+        at = f"masked tokens hold {value:g}"
+        yield all_moved(outputs_of(value), before), at
+        queries_too = [x.masked_fill(masked, value) for x in inputs]
+        yield moved(*(case.call(*x, mask=mask).movedim(-2, 1)[mask] for x in (queries_too, inputs))), at
 
 
-@law("torch.func: jvp, jacfwd, vmap")
-def transforms(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
+@law_of_calls("torch.func: jvp, jacfwd, vmap")
+def transforms(case: Case) -> Breaches:
     """Forward-mode derivatives agree with gradients, also under ``jacfwd``; ``vmap`` over the batch is the batch."""
-    claims(subject.mechanism is not None, OURS)
-    module, inputs = subject.built(device=device), subject.draw(subject.length, device=device)
-    for is_causal in subject.modes:
-
-        def call(*arguments: Tensor, is_causal: bool = is_causal) -> Tensor:
-            return subject.call(module, arguments, is_causal, None)
-
-        def scaled(factor: Tensor, call: Any = call) -> Tensor:
-            return call(*(factor * x for x in inputs))
-
-        with warnings.catch_warnings():  # of what torch imports, and of operations that it maps one by one
-            warnings.filterwarnings("ignore", message=".torch.jit|There is a performance drop")
-            out, tangent, *_ = torch.func.jvp(call, inputs, inputs)
-            grad_out = out.detach().cos()
-            gradients = torch.func.vjp(call, *inputs)[1](grad_out)
-            backwards = torch.stack([(x * g).sum() for x, g in zip(inputs, gradients, strict=True)]).sum()
-            mismatch = ((tangent * grad_out).sum() - backwards) / grad_out.square().sum()
-            yield moved(out + mismatch, out), "jvp"
-            yield moved(torch.func.jacfwd(scaled)(inputs[0].new_ones(())), tangent), "jacfwd"
-            yield moved(torch.vmap(call)(*inputs), out), "vmap"
+    claims(case.promises is not None, OURS)
+    inputs = case.inputs
+    with warnings.catch_warnings():  # of what torch imports, and of operations that it maps one by one
+        warnings.filterwarnings("ignore", message=".torch.jit|There is a performance drop")
+        out, tangent, *_ = torch.func.jvp(case.call, inputs, inputs)
+        grad_out = out.detach().cos()
+        gradients = torch.func.vjp(case.call, *inputs)[1](grad_out)
+        backwards = torch.stack([(x * g).sum() for x, g in zip(inputs, gradients, strict=True)]).sum()
+        mismatch = ((tangent * grad_out).sum() - backwards) / grad_out.square().sum()
+        yield moved(out + mismatch, out), "jvp"
+        scaled = torch.func.jacfwd(lambda factor: case.call(*(factor * x for x in inputs)))
+        yield moved(scaled(inputs[0].new_ones(())), tangent), "jacfwd"
+        yield moved(torch.vmap(case.call)(*inputs), out), "vmap"
 
 
-@law("states combine")
-def combining(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
+@law_of_calls("states combine")
+def combining(case: Case) -> Breaches:
     """States of constant size combine associatively; a combined state decodes on, or is read, as if it had seen all."""
-    mechanism: Any = subject.mechanism
-    claims(isinstance(mechanism, Attention) and mechanism.traits.memory == "constant", "no state of constant size")
-    module, length = subject.built(device=device), subject.length
-    q, k, v = subject.draw(length, device=device)
+    claims(case.promises is not None and case.promises.memory == "constant", "no state of constant size")
+    mechanism: Any = case.subject.mechanism
+    q, k, v = case.inputs
 
     def state(start: int, stop: int, key_mask: Tensor | None = None) -> Any:
         visible = None if key_mask is None else key_mask[:, start:stop]
-        return mechanism.summarise(k[:, :, start:stop], v[:, :, start:stop], module.w, key_mask=visible)
+        return mechanism.summarise(k[:, :, start:stop], v[:, :, start:stop], case.module.w, key_mask=visible)
 
-    a, b, c = state(0, 9), state(9, 20), state(20, 30)
-    one_pass = subject.call(module, (q, k, v), True, None)[:, :, 30:]
-    left = mechanism.combine(mechanism.combine(a, b), c)
-    for whole in (left, mechanism.combine(a, mechanism.combine(b, c))):
-        yield moved(module.decode(q[:, :, 30:], k[:, :, 30:], v[:, :, 30:], whole)[0], one_pass), "decoded"
-    if tuple(t.shape for t in a.content) != tuple(t.shape for t in left.content):
-        yield float("inf"), "the state grows"
-    mask = torch.ones(2, length, dtype=torch.bool, device=q.device)
-    mask[1, 2:7] = mask[1, -3:] = False
-    for key_mask in ((None, mask) if subject.padding else (None,)) if subject.bidirectional else ():
-        state_of_all = mechanism.combine(state(0, 9, key_mask), state(9, length, key_mask))
+    if case.is_causal:
+        a, b, c = state(0, 9), state(9, 20), state(20, 30)
+        left, one_pass = mechanism.combine(mechanism.combine(a, b), c), case.call(q, k, v)[:, :, 30:]
+        for whole in (left, mechanism.combine(a, mechanism.combine(b, c))):
+            yield moved(case.module.decode(q[:, :, 30:], k[:, :, 30:], v[:, :, 30:], whole)[0], one_pass), "decoded"
+        if tuple(t.shape for t in a.content) != tuple(t.shape for t in left.content):
+            yield float("inf"), "the state grows"
+        return
+    for key_mask in _masks(case, (1, slice(2, 7)), (1, slice(-3, None))):
+        state_of_all = mechanism.combine(state(0, 9, key_mask), state(9, case.length, key_mask))
         with suppress(Unsupported):  # not every state can be read without causal order
-            out = mechanism.read(q, k, v, module.w, state_of_all, key_mask=key_mask)
-            yield moved(out, subject.call(module, (q, k, v), False, key_mask)), "read"
+            out = mechanism.read(q, k, v, case.module.w, state_of_all, key_mask=key_mask)
+            yield moved(out, case.call(q, k, v, mask=key_mask)), "read"
 
 
-@law("declared order")
-def order(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+@law_of_calls("declared order", 0.3)
+def order(case: Case) -> Breaches:
     """Counted operations and peak memory grow with the declared power of n."""
-    mechanism: Any = subject.mechanism
-    claims(mechanism is not None, "no declared order")
-    worst, at, declared = -9.0, "", mechanism.traits.complexity_exponent
-    for is_causal in subject.modes:
-        costs = [_costs(mechanism, n, is_causal, device) for n in (SHORT, LONG)]
-        for kind, small, large in zip(("operations", "peak memory"), *costs, strict=True):
-            grown = exponent(small, large, LONG / SHORT)
-            if grown - declared > worst:
-                worst = grown - declared
-                at = f"{kind} grow as n^{grown:.2f}, is_causal={is_causal}; declared {declared:g}"
-    return judged(worst, 0.3, at)
+    claims(case.promises is not None, "no declared order")
+    declared = case.promises.complexity_exponent
+    costs = [_costs(case.subject.mechanism, n, case.is_causal, case.device) for n in (SHORT, LONG)]
+    for kind, small, large in zip(("operations", "peak memory"), *costs, strict=True):
+        grown = exponent(small, large, LONG / SHORT)
+        yield grown - declared, f"{kind} grow as n^{grown:.2f}; declared {declared:g}"
 
 
 def _costs(mechanism: Any, n: int, is_causal: bool, device: str) -> tuple[int, int]:
@@ -204,8 +178,8 @@ def _costs(mechanism: Any, n: int, is_causal: bool, device: str) -> tuple[int, i
         return count_operations(run), peak_bytes(run, device)
 
 
-@law("refusals refuse by name")
-def refusals(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+@law("refusals refuse by name", 0.0)
+def refusals(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
     """Check that all that the traits deny is refused by name, and that the message names what would work."""
     mechanism: Any = subject.mechanism
     claims(mechanism is not None, "no declared traits")
@@ -231,7 +205,7 @@ def refusals(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
         if traits.memory is None:
             attempts["memory"] = lambda: module.decode(q, k, v)
     failed = [trait for trait, attempt in attempts.items() if not _refused(attempt, name, trait)]
-    return judged(len(failed), 0, "accepted: " + ", ".join(failed) if failed else f"{len(attempts)} refusals")
+    yield float(len(failed)), f"accepted: {', '.join(failed)}"
 
 
 def _refused(attempt: Any, name: str, trait: str) -> bool:
@@ -253,18 +227,14 @@ class _Fixed(nn.Module):
         return self.module(*inputs, is_causal=self.is_causal)
 
 
-@law("torch.export, dynamic length")
-def exported(subject: AttentionUnderTest, device: str = "cpu") -> Breaches:
+@law_of_calls("torch.export, dynamic length")
+def exported(case: Case) -> Breaches:
     """torch.export with a dynamic length gives a program that is right at other lengths."""
-    mechanism = subject.mechanism
-    claims(mechanism is not None, "not one of ours")
-    claims(mechanism is None or mechanism.traits.export, "denied by its traits")
-    axis = 1 if isinstance(mechanism, Mixer) else 2
-    for is_causal in subject.modes:
-        module = _Fixed(subject.built(device=device), is_causal).eval()
-        inputs = subject.draw(48, device=device)
-        sizes = (tuple({axis: torch.export.Dim("length", min=2, max=128)} for _ in inputs),)
-        program = torch.export.export(module, inputs, dynamic_shapes=sizes).module()
-        for other in (5, 48, 97):
-            inputs = subject.draw(other, device=device)
-            yield moved(program(*inputs), module(*inputs)), f"{other} tokens, {is_causal=}"
+    claims(case.promises is not None, OURS)
+    claims(case.promises.export, "denied by its traits")
+    module, inputs = _Fixed(case.module, case.is_causal).eval(), case.draw(48)
+    sizes = (tuple({x.ndim - 2: torch.export.Dim("length", min=2, max=128)} for x in inputs),)
+    program = torch.export.export(module, inputs, dynamic_shapes=sizes).module()
+    for other in (5, 48, 97):
+        inputs = case.draw(other)
+        yield moved(program(*inputs), module(*inputs)), f"{other} tokens"

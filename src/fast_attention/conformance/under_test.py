@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import catalogue
+from fast_attention.conformance.finding import Breaches, Law, claims
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.multihead import MultiheadAttention
@@ -79,6 +81,58 @@ class AttentionUnderTest:
     def modes(self) -> list[bool]:
         """The values of ``is_causal`` it can be called with."""
         return [False] * self.bidirectional + [True] * self.causal
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention as most laws call it: built once, in one direction, with inputs of its usual length."""
+
+    subject: AttentionUnderTest
+    module: Any
+    inputs: tuple[Tensor, ...]
+    is_causal: bool
+    device: str
+
+    @property
+    def length(self) -> int:
+        """The tokens of ``inputs``."""
+        return self.inputs[0].shape[-2]
+
+    @property
+    def promises(self) -> Any:
+        """The traits of one of our mechanisms; None of a third party's."""
+        return None if self.subject.mechanism is None else self.subject.mechanism.traits
+
+    def call(self, *inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The outputs of some inputs."""
+        return self.subject.call(self.module, inputs, self.is_causal, mask)
+
+    def draw(self, length: int, **options: int) -> tuple[Tensor, ...]:
+        """Inputs of another length."""
+        return self.subject.draw(length, device=self.device, **options)
+
+
+def law_of_calls(
+    name: str, limit: float | None = None, *, causal: bool = False, dtype: torch.dtype | None = None
+) -> Callable[[Callable[[Case], Breaches]], Law]:
+    """Make a law of a function that gives the breaches of one case: it is asked in every direction, or causal only.
+
+    ``dtype`` is what to call the attention in, where that is not its own.
+    """
+
+    def make(measured: Callable[[Case], Breaches]) -> Law:
+        @functools.wraps(measured)
+        def breaches(subject: AttentionUnderTest, device: str) -> Breaches:
+            claims(subject.causal or not causal, "not causal")
+            module = subject.built(dtype=dtype, device=device)
+            inputs = tuple(x.to(dtype or x.dtype) for x in subject.draw(subject.length, device=device))
+            for is_causal in [True] if causal else subject.modes:
+                for size, at in measured(Case(subject, module, inputs, is_causal, device)):
+                    yield size, ", ".join(filter(None, [at, f"{is_causal=}"]))
+
+        return Law(name, breaches, limit)
+
+    return make
 
 
 def with_gradients(call: Callable[..., Tensor], inputs: Iterable[Tensor], module: Any = None) -> tuple[Tensor, ...]:

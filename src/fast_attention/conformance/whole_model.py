@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import cache_argument
-from fast_attention.conformance.finding import Finding, Law, all_moved, claims, judged, law, moved, rounding
-from fast_attention.conformance.independence import seen
-from fast_attention.conformance.threads import difference_in_step
+from fast_attention.conformance.finding import Breaches, Law, all_moved, claims, law, moved, rounding
+from fast_attention.conformance.independence import UNSEEN, unseen
+from fast_attention.conformance.robustness import difference_in_step
 from fast_attention.conformance.under_test import with_gradients
 from fast_attention.nn.bound import Bound
 
@@ -79,13 +80,11 @@ def _recorded_layers(model: nn.Module, length: int) -> Iterator[LayerTensors]:
 
         return keep
 
-    layers = [(name, layer) for name, layer in model.named_modules() if name]
-    handles = [layer.register_forward_hook(hook(name), with_kwargs=True) for name, layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in model.named_modules():
+            if name:
+                hooks.enter_context(layer.register_forward_hook(hook(name), with_kwargs=True))
         yield record
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _blamed(before: LayerTensors, after: LayerTensors, keep: Callable[[Tensor], Tensor], limit: float) -> str:
@@ -104,8 +103,8 @@ def _blamed(before: LayerTensors, after: LayerTensors, keep: Callable[[Tensor], 
 
 def _compared(
     subject: ModelUnderTest, one: Any, other: Any, keep: Callable[[Tensor], Tensor], detail: str = ""
-) -> Finding:
-    """The finding about two calls of ``run`` that must agree at the positions that ``keep`` selects."""
+) -> Breaches:
+    """The breach of two calls of ``run`` that must agree at the positions that ``keep`` selects."""
     with _recorded_layers(subject.module, subject.length) as before:
         first = subject.run(*one)
     with _recorded_layers(subject.module, subject.length) as after:
@@ -113,59 +112,61 @@ def _compared(
     limit = rounding(subject.dtype)
     size = moved(keep(second), keep(first))
     blamed = _blamed(before, after, keep, limit) if not size <= limit else ""
-    return judged(size, limit, "; ".join(x for x in (detail, blamed) if x))
+    yield size, "; ".join(x for x in (detail, blamed) if x)
 
 
 @law("the future never moves the past")
-def future(subject: ModelUnderTest, device: str = "cpu") -> Finding:
+def future(subject: ModelUnderTest, device: str = "cpu") -> Breaches:
     """Replacing later tokens leaves earlier outputs alone."""
     claims(subject.causal, "not causal")
     tokens, half = subject.draw(), subject.length // 2
     other = torch.cat([tokens[:, :half], subject.draw(1)[:, half:]], 1)
-    return _compared(subject, (tokens, None), (other, None), lambda x: x[:, :half])
+    yield from _compared(subject, (tokens, None), (other, None), lambda x: x[:, :half])
 
 
-@law("the past is seen")
-def past(subject: ModelUnderTest, device: str = "cpu") -> Finding:
+@law("the past is seen", 0.0)
+def past(subject: ModelUnderTest, device: str = "cpu") -> Breaches:
     """Replacing all earlier tokens moves the last output."""
     tokens = subject.draw()
     other = torch.cat([subject.draw(1)[:, :-1], tokens[:, -1:]], 1)
-    return seen(subject.run(other, None)[:, -1], subject.run(tokens, None)[:, -1])
+    yield unseen(subject.run(other, None)[:, -1], subject.run(tokens, None)[:, -1]), UNSEEN
 
 
-def _inert(subject: ModelUnderTest, visible: Tensor, detail: str) -> Finding:
+def _inert(subject: ModelUnderTest, visible: Tensor, detail: str) -> Breaches:
     claims(subject.masks, "takes no key_mask")
     tokens = subject.draw()
     visible = visible.to(tokens.device)
     other = torch.where(visible, tokens, subject.draw(1))
-    return _compared(subject, (tokens, visible), (other, visible), lambda x: x[visible], detail)
+    yield from _compared(subject, (tokens, visible), (other, visible), lambda x: x[visible], detail)
 
 
 @law("padding behind is inert")
-def padding_behind(subject: ModelUnderTest, device: str = "cpu") -> Finding:
+def padding_behind(subject: ModelUnderTest, device: str = "cpu") -> Breaches:
     """Replacing masked tokens at the end moves no visible token's output."""
     length = subject.length
-    return _inert(subject, torch.arange(length) < torch.tensor([[length], [length - subject.padding]]), "right padding")
+    yield from _inert(
+        subject, torch.arange(length) < torch.tensor([[length], [length - subject.padding]]), "right padding"
+    )
 
 
 @law("padding before is inert")
-def padding_before(subject: ModelUnderTest, device: str = "cpu") -> Finding:
+def padding_before(subject: ModelUnderTest, device: str = "cpu") -> Breaches:
     """Replacing masked tokens at the start moves no visible token's output."""
-    return _inert(subject, torch.arange(subject.length) >= torch.tensor([[0], [subject.padding]]), "left padding")
+    yield from _inert(subject, torch.arange(subject.length) >= torch.tensor([[0], [subject.padding]]), "left padding")
 
 
 @law("padded is like shorter")
-def shorter(subject: ModelUnderTest, device: str = "cpu") -> Finding:
+def shorter(subject: ModelUnderTest, device: str = "cpu") -> Breaches:
     """A padded sequence gives what the shorter one gives alone."""
     claims(subject.masks, "takes no key_mask")
     tokens, keep = subject.draw(), subject.length - subject.padding
     visible = (torch.arange(subject.length) < keep).expand(2, -1).to(tokens.device)
     alone = subject.run(tokens[:, :keep], None)
-    return judged(moved(subject.run(tokens, visible)[:, :keep], alone), rounding(subject.dtype))
+    yield moved(subject.run(tokens, visible)[:, :keep], alone), ""
 
 
 @law("padded in front is like shorter")
-def front(subject: ModelUnderTest, device: str = "cpu") -> Finding:
+def front(subject: ModelUnderTest, device: str = "cpu") -> Breaches:
     """A sequence padded in front gives what it gives alone, beside one that is not padded; in steps too."""
     claims(subject.masks, "takes no key_mask")
     tokens, hidden = subject.draw(), subject.padding
@@ -178,31 +179,31 @@ def front(subject: ModelUnderTest, device: str = "cpu") -> Finding:
             out, state = subject.padded_step(tokens[:, start:end], state, visible[:, :end])
             steps.append(out)
         outs["in steps"] = torch.cat(steps, 1)
-    size, at = max((max(moved(x[:1, hidden:], alone), moved(x[1:], whole)), how) for how, x in outs.items())
-    return judged(size, rounding(subject.dtype), at)
+    for how, x in outs.items():
+        yield max(moved(x[:1, hidden:], alone), moved(x[1:], whole)), how
 
 
 @law("sequences of a batch do not meet")
-def batch(subject: ModelUnderTest, device: str = "cpu") -> Finding:
+def batch(subject: ModelUnderTest, device: str = "cpu") -> Breaches:
     """Replacing the second sequence leaves the outputs of the first alone."""
     tokens = subject.draw()
     other = torch.cat([tokens[:1], subject.draw(1)[1:]])
-    return _compared(subject, (tokens, None), (other, None), lambda x: x[:1])
+    yield from _compared(subject, (tokens, None), (other, None), lambda x: x[:1])
 
 
 @law("packed sequences do not meet")
-def packed(subject: ModelUnderTest, device: str = "cpu") -> Finding:
+def packed(subject: ModelUnderTest, device: str = "cpu") -> Breaches:
     """Two sequences in one row, each with positions from 0, give what they give alone."""
     run_packed: Any = subject.packed
     claims(run_packed, "takes no position_ids")
     tokens, half = subject.draw(rows=1), subject.length * 3 // 7
     positions = torch.cat([torch.arange(half), torch.arange(subject.length - half)])[None].to(tokens.device)
     alone = torch.cat([subject.run(sequence, None) for sequence in (tokens[:, :half], tokens[:, half:])], 1)
-    return judged(moved(run_packed(tokens, positions), alone), rounding(subject.dtype))
+    yield moved(run_packed(tokens, positions), alone), ""
 
 
 @law("step by step is all at once")
-def decoding(subject: ModelUnderTest, device: str = "cpu") -> Finding:
+def decoding(subject: ModelUnderTest, device: str = "cpu") -> Breaches:
     """Decoding token by token with the model's cache gives the outputs of one pass."""
     step: Any = subject.step
     claims(step, "keeps no cache")
@@ -217,8 +218,7 @@ def decoding(subject: ModelUnderTest, device: str = "cpu") -> Finding:
         records.append(record)
     limit = rounding(subject.dtype)
     size = moved(torch.cat(outputs, 1), before)
-    blamed = "" if size <= limit else _blamed(record_at_once, _joined(records), lambda x: x, limit)
-    return judged(size, limit, blamed)
+    yield size, "" if size <= limit else _blamed(record_at_once, _joined(records), lambda x: x, limit)
 
 
 def _joined(records: list[LayerTensors]) -> LayerTensors:
@@ -232,7 +232,7 @@ def _joined(records: list[LayerTensors]) -> LayerTensors:
 
 
 @law("threads")
-def threads(subject: ModelUnderTest, device: str = "cpu") -> Finding:
+def threads(subject: ModelUnderTest, device: str = "cpu") -> Breaches:
     """Forward passes, gradients and steps of decoding in three threads give what they give one after another."""
 
     def call(seed: int) -> tuple[Tensor, ...]:
@@ -247,10 +247,8 @@ def threads(subject: ModelUnderTest, device: str = "cpu") -> Finding:
             outputs.append(out)
         return tuple(outputs)
 
-    size = difference_in_step([lambda seed=seed: call(seed) for seed in range(3)], subject.module)
-    if subject.step is not None:
-        size = max(size, difference_in_step([lambda seed=seed: steps(seed) for seed in range(3)], subject.module))
-    return judged(size, rounding(subject.dtype), "forward, gradients" + ", steps" * (subject.step is not None))
+    for kind in (call,) if subject.step is None else (call, steps):
+        yield difference_in_step([partial(kind, seed) for seed in range(3)], subject.module), kind.__name__
 
 
 LAWS: tuple[Law, ...] = (future, past, padding_behind, padding_before, shorter, front, batch, packed, decoding, threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -93,12 +94,10 @@ def layer_errors(
         return original.get_submodule(name).register_forward_hook(compare, with_kwargs=True)
 
     for batch in batches:
-        handles = [hooked(name, batch) for name in names]
-        try:
+        with ExitStack() as hooks:
+            for name in names:
+                hooks.enter_context(hooked(name, batch))
             run(original, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
     return {name: sum(each) / max(len(each), 1) for name, each in measured.items()}
 
 
@@ -110,12 +109,10 @@ def calibrate(model: Any, original: Any, names: Sequence[str], batch: Batch) -> 
         bound.adopt(bound.mechanism.calibrated(q, k, bound.w, key_mask=options.get("key_mask")))
 
     layers = layers_of(model)
-    handles = [layers[name].bound.register_forward_pre_hook(calibrate_bound, with_kwargs=True) for name in names]
-    try:
+    with ExitStack() as hooks:
+        for name in names:
+            hooks.enter_context(layers[name].bound.register_forward_pre_hook(calibrate_bound, with_kwargs=True))
         layer_errors(model, original, names, [batch])
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _output(returned: Any) -> Tensor:

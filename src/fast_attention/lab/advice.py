@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rich.text import Text
 
-from fast_attention.lab import pages, pictures, report, same_results, verdicts
+from fast_attention.lab import pages, pictures, report, verdicts
 from fast_attention.lab.compare import measurable
 from fast_attention.lab.pages import Block, Figure, Folded, Listing, Section, Words
 from fast_attention.lab.pictures import Point, Tradeoff
@@ -28,14 +28,6 @@ UNRANKED = {
 NO_REFERENCE = "Beside exact attention with positions that the model was not trained with, which is no reference:"
 _POINTS = """Green is what nothing beats in both; the dotted line is the error that was allowed. What must be trained
 first, or was read at fewer tokens only, has no error to show."""
-
-
-class Question(NamedTuple):
-    """The question: how many tokens, how much error, and which pass counts."""
-
-    length: int
-    budget: float  # the largest median relative RMS error of the attention outputs, over all heads
-    which: Pass = "forward"
 
 
 @dataclass(frozen=True)
@@ -72,14 +64,17 @@ class Advised(Comparison):
 
         Beyond the model's own positions exact attention is no reference: the words are the decision for long texts.
         """
-        question = Question(self.meta["length"], self.meta["budget"], self.meta["pass"])
-        self.ranking = ranked(self, mechanisms, question)
+        self.ranking = ranked(self, mechanisms)
         if self.far:
             self.advice = {"use": f"chunks of {self.meta['context']:,} tokens", "words": self.far}
         else:
             is_open = any(row.kind == "open" for row in self.ranking)
-            words = answer(self.ranking, question, self.meta.get("would_do"))
-            self.advice = {"use": None if is_open else self.ranking[0].mechanism, "words": words}
+            self.advice = {"use": None if is_open else self.ranking[0].mechanism, "words": answer(self)}
+
+    @property
+    def asked(self) -> tuple[int, float, Pass]:
+        """How many tokens, how large a median error at most, and which pass counts."""
+        return self.meta["length"], self.meta["budget"], self.meta["pass"]
 
     @property
     def far(self) -> list[str]:
@@ -87,7 +82,7 @@ class Advised(Comparison):
         return verdicts.beyond(self, [self.meta["length"]])
 
 
-def ranked(record: Comparison, mechanisms: list[Any], question: Question) -> list[Row]:
+def ranked(record: Advised, mechanisms: list[Any]) -> list[Row]:
     """Exact attention and every mechanism, best first.
 
     Those within the budget and faster, the fastest first; exact attention; those that are faster, and within the budget
@@ -95,10 +90,10 @@ def ranked(record: Comparison, mechanisms: list[Any], question: Question) -> lis
     the budget, by their error; those that may be the answer and were not measured for lack of time; those of which no
     error is known; those that cannot do it or were not measured.
     """
-    exact = record.cell(EXACT, question.length) or Cell(EXACT, question.length)
-    time, tokens = exact.times(question.which).ms, question.length
-    rows = [_row(record, mechanism, question) for mechanism in mechanisms]
-    rows.append(Row(EXACT, "exact", "the reference", time, 1.0, exact.peak_bytes, 0.0, 0.0, tokens))
+    length, _, which = record.asked
+    exact = record.cell(EXACT, length) or Cell(EXACT, length)
+    rows = [_row(record, mechanism) for mechanism in mechanisms]
+    rows.append(Row(EXACT, "exact", "the reference", exact.times(which).ms, 1.0, exact.peak_bytes, 0.0, 0.0, length))
     return sorted(rows, key=_order)
 
 
@@ -108,23 +103,23 @@ def _order(row: Row) -> tuple[int, float, float]:
     return ORDER.index(row.kind), error if row.kind == "inexact" else 0.0, row.ratio or math.inf
 
 
-def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
+def _row(record: Advised, mechanism: Any) -> Row:
     """The place of a mechanism, and why."""
-    name = repr(mechanism)
+    name, (length, budget, which) = repr(mechanism), record.asked
     errors = [error for error in record.errors if error.mechanism == name]
     error = next((each for each in errors if each.output), None)
-    cell = record.cell(name, question.length) or Cell(name, question.length)
+    cell = record.cell(name, length) or Cell(name, length)
     summary = error.summary() if error else None
-    ratio = record.ratios(name, question.which).get(question.length)
+    ratio = record.ratios(name, which).get(length)
 
     def row(kind: Kind, note: str) -> Row:
         median, worst = summary or (None, None)
         tokens = error.length if error else None
-        time, denied = cell.times(question.which).ms, tuple(verdicts.cannot(mechanism))
+        time, denied = cell.times(which).ms, tuple(verdicts.cannot(mechanism))
         return Row(name, kind, note, time, ratio, cell.peak_bytes, median, worst, tokens, denied)
 
     is_late = cell.status in LATE if ratio is None else summary is None and ratio < verdicts.BETTER
-    may_be_close = summary[0] <= question.budget if summary else all(each.note.startswith(LATE) for each in errors)
+    may_be_close = summary[0] <= budget if summary else all(each.note.startswith(LATE) for each in errors)
     if is_late and may_be_close and measurable(mechanism):
         return row("open", f"{cell.status}: {cell.note}" if ratio is None else "its error was not measured")
     if ratio is None:
@@ -133,23 +128,21 @@ def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
         notes = [each.note for each in errors if each.note] or ["its error was not measured"]
         return row("unknown", verdicts.kind(mechanism) if mechanism.traits.approximates is None else notes[0])
     known = percent(summary[0])
-    if not summary[0] <= question.budget:
-        at = "" if error.length == question.length else f", {known} at {error.length:,} tokens"
-        return row("inexact", f"median error beyond {percent(question.budget)}{at}")
-    is_even = verdicts.even(cell, question.which)  # a draw within the noise of the rounds
+    if not summary[0] <= budget:
+        at = "" if error.length == length else f", {known} at {error.length:,} tokens"
+        return row("inexact", f"median error beyond {percent(budget)}{at}")
+    is_even = verdicts.even(cell, which)  # a draw within the noise of the rounds
     speed = f"{verdicts.speed(1.0 if is_even else ratio)} as exact attention"
     if is_even or ratio >= FASTER:
         return row("slower", speed)
-    if error.length < question.length:
+    if error.length < length:
         return row("unproven", f"{speed}; its error is known at {error.length:,} tokens only: {known}")
     return row("use", speed)
 
 
-def answer(rows: list[Row], question: Question, would_do: int | None = None) -> list[str]:
-    """The answer in one to four sentences; no verdict while one that may be the answer was not measured.
-
-    ``would_do`` are the seconds in which all that may be the answer can be measured.
-    """
+def answer(record: Advised) -> list[str]:
+    """The answer in one to four sentences; no verdict while one that may be the answer was not measured."""
+    rows, would_do = record.ranking, record.meta.get("would_do")
     late = sum(row.kind == "cannot" and row.note.startswith(LATE) for row in rows)
     more = [f"Not timed, for lack of --seconds: {late} more, which are no estimates of exact attention."] * bool(late)
     if names := [row.mechanism for row in rows if row.kind == "open"]:
@@ -158,16 +151,17 @@ def answer(rows: list[Row], question: Question, would_do: int | None = None) -> 
         best = rows[0]
         so_far = [f"So far {best.mechanism} is best: {best.note}, median error {percent(best.median_error)}."]
         return [
-            f"At {question.length:,} tokens undecided: give {enough}.",
+            f"At {record.asked[0]:,} tokens undecided: give {enough}.",
             f"May be the answer, and not measured yet: {', '.join(names[:3])}{others}.",
             *so_far * (best.kind == "use"),
         ]
-    return [*_sentences(rows, question), *more]
+    return [*_sentences(rows, record), *more]
 
 
-def _sentences(rows: list[Row], question: Question) -> list[str]:
+def _sentences(rows: list[Row], record: Advised) -> list[str]:
     """Sentences about the best rows of each kind."""
-    at, best, budget = f"At {question.length:,} tokens", rows[0], percent(question.budget)
+    length, most, _ = record.asked
+    at, best, budget = f"At {length:,} tokens", rows[0], percent(most)
     unknown = sum(row.kind == "unknown" and (row.ratio or math.inf) < FASTER for row in rows)
     more = f"Faster here, but other functions or to be trained first, so that no error is known: {unknown} more."
     if best.kind == "use":
@@ -179,7 +173,7 @@ def _sentences(rows: list[Row], question: Question) -> list[str]:
             f"{at} keep exact attention: no error is known there, as no more than {unproven.error_length:,} were read.",
             f"Worth a look is {unproven.mechanism}: median error {percent(unproven.median_error)} at "
             f"{unproven.error_length:,} tokens, {verdicts.speed(unproven.ratio or 1.0)} as exact attention at "
-            f"{question.length:,}.",
+            f"{length:,}.",
         ]
     if near := first["slower"]:
         return [
@@ -238,7 +232,7 @@ def measured(record: Advised) -> list[str]:
 
 def shown(record: Advised) -> list[Table | Text | str]:
     """The advice on the terminal."""
-    exact = [Text(words, style="bold") for words in same_results.words(record.meta.get("same_results"))]
+    exact = [Text(words, style="bold") for words in verdicts.same_results(record.meta.get("same_results"))]
     parts: list[Table | Text | str] = [
         *exact, *(Text(words, style="" if number else "bold") for number, words in enumerate(record.advice["words"]))
     ]  # fmt: skip
@@ -255,7 +249,7 @@ def html(record: Advised) -> str:
         "Asked": f"{meta['length']:,} tokens, a median error of {percent(meta['budget'])} at most",
         "Measured": " ".join(measured(record)),
     }
-    exact = same_results.words(meta.get("same_results"))
+    exact = verdicts.same_results(meta.get("same_results"))
     sections = [
         Section("Advice", [*(Words(each, "lead") for each in [*exact, *record.advice["words"]]), *_points(record)]),
         Section("Ranking", [*[Words(NO_REFERENCE)] * bool(record.far), ranking(record)]),

@@ -6,6 +6,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,13 +57,11 @@ def layers_during(model: nn.Module, run: Callable[[], Any]) -> list[Layer]:
 
         return part.register_forward_pre_hook(keep, with_kwargs=True)
 
-    bounds = {name: part for name, part in model.named_modules() if isinstance(part, Bound)}
-    hooks = [watch(name, part) for name, part in bounds.items() if isinstance(part.mechanism, Attention)]
-    try:
+    with ExitStack() as hooks:
+        for name, part in model.named_modules():
+            if isinstance(part, Bound) and isinstance(part.mechanism, Attention):
+                hooks.enter_context(watch(name, part))
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return layers
 
 
@@ -151,11 +150,7 @@ class HuggingFace:
 
     @torch.no_grad()
     def layers(self, length: int) -> tuple[list[Layer], str]:
-        """Run the model once and keep what every layer attends with; and what was read.
-
-        Raises:
-            InputError: The model fails at this length, or its attention is more than q, k and v.
-        """
+        """Run the model once and keep what every layer attends with, if that is q, k and v alone; and what was read."""
         ids, read = self.corpus.tokens(self.tokenizer, length)
         beyond = self.own_context is not None and ids.shape[1] > self.own_context
         try:
@@ -198,9 +193,6 @@ def source(model: str | None, text: str | None, seed: int, longest: int = 0) -> 
     """The source called ``model``: what ``loading.find`` knows, ``gaussian``, or ``HEADSxWIDTH`` (such tensors).
 
     A Hugging Face model's positions are extended to ``longest`` tokens where it has fewer.
-
-    Raises:
-        InputError: It cannot be read, or does not read what was given.
     """
     sizes = _SHAPES.fullmatch(model or "")
     if sizes or model == GAUSSIAN:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fast_attention.lab.refusals import DTYPES, KINDS, importing
+from fast_attention.lab.refusals import DTYPES, KINDS, Failed, importing
 
 SEED = (1 << 32) - 1  # the highest: value.SEEDS, which stands beside torch, is the number of them
 TRACED = 24  # tokens of the example that an export traces
@@ -88,7 +88,7 @@ def advise_command(
     [dim]fast-attention advise MODEL_DIR --length 4096 --budget 0.05[/dim]
     """
     with importing():
-        from fast_attention.lab import advice, capture, compare, environment, inputs, measure, progress, tables
+        from fast_attention.lab import advice, capture, compare, environment, inputs, measure, tables
     with measure.by_threads(threads) as conditions:
         where, kind = inputs.device(device), inputs.dtype(dtype)
         chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
@@ -106,7 +106,7 @@ def advise_command(
             **{"pass": "training" if training else "forward"},
         )  # fmt: skip
         record = advice.Advised(meta)
-        with progress.counted(plan.steps) as watch:
+        with tables.counted(plan.steps) as watch:
             compare.compare(plan, record, watch)
         record.answer(chosen)
         record.meta["conditions"] = conditions()
@@ -144,7 +144,7 @@ def compare_command(
     [dim]fast-attention compare --mechanisms LinearAttention "FavorPlus(num_features=64)" --lengths 512 2048[/dim]
     """
     with importing():
-        from fast_attention.lab import capture, compare, environment, inputs, measure, progress, report
+        from fast_attention.lab import capture, compare, environment, inputs, measure, report, tables
         from fast_attention.lab.records import Comparison
     with measure.by_threads(threads) as conditions:
         where, kind = inputs.device(device), inputs.dtype(dtype)
@@ -161,8 +161,8 @@ def compare_command(
             reference="torch.nn.functional.scaled_dot_product_attention",
         )  # fmt: skip
         record = Comparison(meta)
-        with progress.counted(plan.steps) as watch:
-            status = progress.until_stopped(
+        with tables.counted(plan.steps) as watch:
+            status = tables.until_stopped(
                 lambda: compare.compare(plan, record, watch, lambda: record.save(out / record.data))
             )
         record.meta["conditions"] = conditions()
@@ -258,7 +258,7 @@ def convert_command(
     """
     with importing():
         from fast_attention import conversion
-        from fast_attention.lab import capture, converted, environment, inputs, loading, measure, progress, tables
+        from fast_attention.lab import capture, converted, environment, inputs, loading, measure, tables
         from fast_attention.lab.converted import LONGEST, Converted
         from fast_attention.lab.inputs import InputError
         from fast_attention.lab.texts import Reading
@@ -305,7 +305,7 @@ def convert_command(
             for old in (checkpoint, path) if restart else ():  # not before all options can be read
                 old.unlink(missing_ok=True)
             record = Converted(meta, conversion.Conversion("", repr(kind), [], {}))
-            with progress.measured() as (update, say):
+            with tables.measured() as (update, say):
 
                 def carry_out() -> str:
                     record.conversion = conversion.convert(
@@ -315,7 +315,7 @@ def convert_command(
                     )  # fmt: skip
                     return record.conversion.status
 
-                if progress.until_stopped(carry_out) == "interrupted" and not record.conversion.best:
+                if tables.until_stopped(carry_out) == "interrupted" and not record.conversion.best:
                     raise KeyboardInterrupt  # before the swap was measured: nothing is written
             changed.save_pretrained(out)
             tokenizer.save_pretrained(out)
@@ -352,7 +352,7 @@ def export_command(
     """
     with importing():
         from fast_attention import exporting, files
-        from fast_attention.lab import export, inputs, loading, progress, tables
+        from fast_attention.lab import export, inputs, loading, tables
         from fast_attention.mechanism import Unsupported
     suffix = ".onnx" if as_onnx else ".pt2"
     path = (Path(name) if Path(name).is_dir() else Path()) / f"model{suffix}" if out is None else out
@@ -362,7 +362,7 @@ def export_command(
         length = min(TRACED, model.longest or TRACED) if length is None else length
         if model.longest is not None and length > model.longest:
             raise inputs.InputError(f"--length {length}: the model takes at most {model.longest} tokens")
-        with files.atomic_group(path) as draft, progress.counted(1 + len(export.LENGTHS)) as watch:
+        with files.atomic_group(path) as draft, tables.counted(1 + len(export.LENGTHS)) as watch:
             watch("tracing")
             if as_onnx:
                 exporting.onnx(model.module, model.draw(2, length), draft, model.open_sizes, opset=opset)
@@ -370,11 +370,8 @@ def export_command(
                 exporting.save(model.module, model.draw(2, length), draft, model.open_sizes)
             trials = export.trials(model, draft, watch)
             tables.show(export.table(trials, model.tokens, tolerance))
-            if max(trial.difference for trial in trials) > tolerance:
-                raise export.Disagreement
-    except export.Disagreement:
-        print(f"fast-attention: the file disagrees with the model; {path} was not written", file=sys.stderr)
-        return 1
+            if max(difference for *_, difference in trials) > tolerance:
+                raise Failed(f"the file disagrees with the model; {path} was not written")
     except Unsupported as error:
         raise inputs.InputError(str(error)) from error
     print(f"{path}: reads {', '.join(model.open_sizes)}; {path.stat().st_size / 1e6:,.1f} MB")

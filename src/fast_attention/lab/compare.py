@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import catalogue
-from fast_attention.lab import same_results, verdicts
-from fast_attention.lab.capture import Layer, Source
+from fast_attention.integrations import swap
+from fast_attention.lab import loading, verdicts
+from fast_attention.lab.capture import HuggingFace, Layer, Source
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import MOST_ROUNDS, Setting, TimingGroup, against_exact
 from fast_attention.lab.records import EXACT, Comparison, Error
@@ -24,7 +25,7 @@ from fast_attention.nn.bound import Bound
 
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
 LONGEST_ERROR = 8192  # tokens: exact attention in float64 takes seconds for each layer there, and four times at twice
-FOR_ERRORS = 0.4  # fraction of the budget
+FOR_SAME_RESULTS, FOR_ERRORS = 0.25, 0.4  # fractions of the budget
 MARGIN = 1.25  # over the seconds that are estimated to do
 SAMPLED_KEYS = 512  # of which it is counted how many queries weigh them
 UNKNOWN = 0.9  # the cosine to exact attention that is hoped for where no record has one
@@ -112,6 +113,32 @@ class Scene:
         return int((weights != 0).sum()) / pairs
 
 
+def same_results(
+    source: Source, lengths: list[int], seconds: float, watch: Callable[[str], None]
+) -> dict[str, Any] | None:  # fmt: skip
+    """Measure what ``swap(model)`` gains without changing results, for the record; None where no model is read.
+
+    Lengths beyond the model's own positions are left out, and none begins after so many seconds.
+    """
+    if not isinstance(source, HuggingFace):
+        return None
+    began, model = time.perf_counter(), loading.load(source.name, head="none").float()
+    report = swap(model)
+    rows: list[dict[str, Any]] = []
+    for length in sorted(lengths):
+        is_read = source.own_context is None or length <= source.own_context
+        if not (report.faster and is_read) or time.perf_counter() - began > seconds:
+            continue
+        watch(f"same results at {length:,} tokens")
+        ids, _ = source.corpus.tokens(source.tokenizer, length)
+        inputs = {"input_ids": ids, **({"decoder_input_ids": ids[:, :1]} if model.config.is_encoder_decoder else {})}
+        with torch.no_grad():
+            measured = report.verify(inputs)
+        before, after = measured.seconds
+        rows.append({"length": ids.shape[1], "before": before, "after": after, "difference": measured.difference})
+    return {"gains": report.gains, "skips_padding": report.skips_padding, "rows": rows}
+
+
 def default_mechanisms() -> list[Any]:
     """Every mechanism of the catalogue but exact attention itself."""
     return [catalogue.default(name) for name in catalogue.names() if name != "Softmax"]
@@ -150,8 +177,7 @@ def compare(
     """
     began = time.perf_counter()
     record.meta["context"] = plan.source.own_context
-    seconds = same_results.SHARE * plan.budget
-    if gains := same_results.measure(plan.source, plan.lengths, seconds, watch):
+    if gains := same_results(plan.source, plan.lengths, FOR_SAME_RESULTS * plan.budget, watch):
         record.meta["same_results"] = gains
     enough = _errors(plan, record, watch, began + FOR_ERRORS * plan.budget)
     for_errors = time.perf_counter() - began

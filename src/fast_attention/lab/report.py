@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fast_attention import catalogue
-from fast_attention.lab import pages, pictures, same_results, tables, verdicts
+from fast_attention.lab import pages, pictures, tables, verdicts
 from fast_attention.lab.pages import Figure, Folded, Listing, Section, Words
 from fast_attention.lab.records import EXACT, PASSES, Cell, Comparison
 from fast_attention.lab.tables import Row, Table, Value, bytes_of, count, digits, factor, milliseconds, percent
@@ -24,7 +24,7 @@ trained first has no error to show."""
 
 def present(record: Comparison, folder: Path, as_json: bool) -> None:
     """Print what swap gains without another result, the table, and at the end the answer."""
-    first = same_results.words(record.meta.get("same_results"))
+    first = verdicts.same_results(record.meta.get("same_results"))
     last = [*verdicts.answer(record), *record.meta["conditions"]]
     tables.present(record, folder, as_json, *first, table(record), last=last)
 
@@ -40,7 +40,7 @@ def html(record: Comparison) -> str:
         "Direction": "causal" if meta["causal"] else "bidirectional",
         "Exact attention": "torch's fused scaled_dot_product_attention, in the same process and the same rounds",
     }
-    exact = same_results.words(meta.get("same_results"))
+    exact = verdicts.same_results(meta.get("same_results"))
     opening = [Words(words, "lead") for words in [*exact, *verdicts.answer(record)]]
     points = pictures.tradeoff(record)
     no_reference = points is not None and verdicts.beyond(record, [points.length])

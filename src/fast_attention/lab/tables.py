@@ -1,13 +1,16 @@
-"""Builds tables, once for the terminal and for pages: heads, rows of values, readable numbers, styles."""
+"""Builds tables, once for the terminal and for pages; shows them, and progress bars on stderr, on terminals only."""
 
 from __future__ import annotations
 
 import math
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from rich import progress as bars
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.padding import Padding
 from rich.table import Table as RichTable
@@ -173,3 +176,45 @@ def present(
     say(f"\nReport: {(folder / record.page).resolve()}\nRecord: {(folder / record.data).resolve()}")
     if last and not as_json:
         show("", *last)
+
+
+@contextmanager
+def counted(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar of ``total`` steps; every call is one of them, and shows its description."""
+    with _bar(Console(stderr=True), bars.MofNCompleteColumn(), bars.TimeElapsedColumn()) as progress:
+        task = progress.add_task("starting", total=total)
+        yield lambda what: progress.update(task, advance=1, description=what)
+
+
+@contextmanager
+def measured(total: float = 1.0) -> Iterator[tuple[Callable[..., None], Callable[[str], None]]]:
+    """A bar of a run with the time left: ``update(words, done)`` moves it, ``say(words)`` prints a line above it."""
+    console = Console(stderr=True)
+    columns = (bars.TaskProgressColumn(), bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn())
+    with _bar(console, *columns) as progress:
+        task = progress.add_task("starting", total=total)
+
+        def update(words: str, done: float | None = None) -> None:
+            progress.update(task, description=words, completed=done)
+
+        yield update, lambda words: console.print(Text(words), soft_wrap=True)
+
+
+def _bar(console: Console, *columns: bars.ProgressColumn) -> bars.Progress:
+    """A bar that vanishes at the end."""
+    words = bars.TextColumn("{task.description}", markup=False)
+    return bars.Progress(
+        bars.BarColumn(24), *columns, words, console=console, transient=True, disable=not console.is_terminal,
+        speed_estimate_period=120,
+    )  # fmt: skip
+
+
+def until_stopped(run: Callable[[], str | None]) -> str:
+    """Run, and return how that ended: as it says, else ``"complete"``; ``"interrupted"`` by Ctrl-C or SIGTERM."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run() or "complete"
+    except KeyboardInterrupt:
+        return "interrupted"
+    finally:
+        signal.signal(signal.SIGTERM, before)

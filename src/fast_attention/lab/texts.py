@@ -48,11 +48,7 @@ class Corpus:
         return {"name": self.name, "documents": len(self.documents), "bytes": size, "sha256": self.sha256}
 
     def tokens(self, tokenizer: Any, length: int) -> tuple[Tensor, str]:
-        """Up to ``length`` token numbers (1, n) of the first document, the tokenizer's own marks included; its name.
-
-        Raises:
-            InputError: There are none, or the tokenizer knows none.
-        """
+        """Up to ``length`` token numbers (1, n) of the first document, the tokenizer's own marks included; its name."""
         name, text = self.documents[0]
         ids = self.numbers(tokenizer, text[: 16 * length + 64], name, truncation=True, max_length=length)
         if not ids:
@@ -60,11 +56,7 @@ class Corpus:
         return torch.tensor([ids]), f"the first {len(ids)} tokens of {name}"
 
     def numbers(self, tokenizer: Any, text: str, name: str, **options: Any) -> list[int]:
-        """A document as tokens.
-
-        Raises:
-            InputError: All its tokens mean "unknown": every word would be the same.
-        """
+        """A document as tokens; refused where all mean "unknown": every word would be the same."""
         ids, unknown = tokenizer(text, **options)["input_ids"], tokenizer.unk_token_id
         if unknown is not None and unknown in ids and {*ids} <= {unknown, *tokenizer.all_special_ids}:
             raise InputError(f"{self.name}: the tokenizer knows no word of {name}, so that all tokens are the same")

@@ -13,6 +13,7 @@ from fast_attention.mechanism import Mixer
 
 NOISE = 0.05
 BETTER = 1 / 1.1  # of exact attention's time: more than 10 % faster
+EVEN = 1.03  # times as fast, below which a gain with the same results is noise
 ASKED = 0.1  # median relative error, where no other is asked for
 LONG = (  # the decision for texts beyond a model's positions, which docs/build.py repeats in README and docs
     "Read a text that is longer than a model's positions in chunks of as many tokens as it has, with exact attention.",
@@ -111,6 +112,33 @@ def speed(ratio: float) -> str:
     if abs(ratio - 1) < NOISE:
         return "about as fast"
     return f"{digits(1 / ratio)} times as fast" if ratio < 1 else f"{digits(ratio)} times as slow"
+
+
+def same_results(measured: dict[str, Any] | None) -> list[str]:
+    """Tell in one or two sentences what ``swap(model)`` gains with the same results; none where no model was read."""
+    if measured is None:
+        return []
+    faster = [row for row in measured["rows"] if row["before"] >= EVEN * row["after"]]
+    sentences = []
+    if faster:
+        gains = "; ".join(
+            f"{digits(row['before'] / row['after'])} times as fast at {row['length']:,} tokens" for row in faster
+        )
+        off = max(row["difference"] for row in faster)
+        sentences.append(
+            f"Same results, faster: swap(model) makes the whole model {gains} (outputs differ by {off:.0e})."
+        )
+    if measured["skips_padding"]:
+        also = "also " if faster else ""
+        sentences.append(f"Same results, faster: swap(model) {also}leaves the padding of batches out.")
+    if not sentences and measured["rows"]:
+        longest = max(row["length"] for row in measured["rows"])
+        sentences.append(f"swap(model) keeps the results, and gains nothing up to {longest:,} tokens.")
+    elif not sentences and measured["gains"]:
+        sentences.append("swap(model) keeps the results. What it gains was not timed at these lengths.")
+    elif not sentences:
+        sentences.append("Nothing is faster with the same results: all layers see all tokens, by torch's kernel.")
+    return sentences
 
 
 class Candidate(NamedTuple):

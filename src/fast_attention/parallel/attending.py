@@ -206,7 +206,7 @@ def _checked(
     """The packed sequences, and what is wrong with this process's arguments."""
     try:
         check()
-        return packed.packed_lengths(cu_seqlens, lengths), None
+        return packed.packing(cu_seqlens, lengths), None
     except (TypeError, ValueError, NotImplementedError) as error:
         return None, error
 
