@@ -17,11 +17,19 @@ from fast_attention.engine.tracing import symbolic, traced
 from fast_attention.feature_maps.feature_map import Elementwise, Features
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import compiled, decayed_sums, gpu, linear_state, reference, sums
-from fast_attention.mechanisms.linear.decayed_sums import DecayedState
+from fast_attention.mechanisms.linear import compiled, gpu, linear_state, reference, sums
 from fast_attention.mechanisms.linear.linear_state import Sums
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least, one_of
+
+
+class DecayedState(NamedTuple):
+    """Sums over all tokens so far, ``exp(log_scale)`` times ``kv`` and ``k``, and the decay over all of them."""
+
+    kv: Float[Tensor, "*batch C values"]
+    k: Float[Tensor, "*batch C"]
+    log_scale: Float[Tensor, "*batch 1"]
+    log_decay: Float[Tensor, "*batch decays"]
 
 
 class Gates(NamedTuple):
@@ -299,10 +307,15 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
     @in_float32
     def summarise_keys(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:
         """The sums over some tokens, and how much these decay what was before them."""
-        log_decay = columns(decay(k, w, key_mask).logs, k)
         keys = reference.masked_keys(lambda x: Features(self.feature_map(x)), k, key_mask)
-        return decayed_sums.summarise(keys, v, log_decay)
+        log_scale, reached = reference.log_scale(keys), columns(decay(k, w, key_mask).logs, k).double().cumsum(-2)
+        rescale = (reached[..., -1:, :] - reached).exp().to(v.dtype)
+        scaled = keys.values * (-log_scale).exp()[..., None] * rescale
+        return DecayedState(scaled.mT @ v, scaled.sum(-2), log_scale, reached[..., -1, :].to(v.dtype))
 
     def merge_states(self, earlier: DecayedState, later: DecayedState) -> DecayedState:
         """The sums over neighbouring tokens."""
-        return decayed_sums.combine(earlier, later)
+        log_scale = torch.maximum(earlier.log_scale, later.log_scale)
+        a, b = (earlier.log_scale - log_scale + later.log_decay).exp(), (later.log_scale - log_scale).exp()
+        kv = a[..., None] * earlier.kv + b[..., None] * later.kv
+        return DecayedState(kv, a * earlier.k + b * later.k, log_scale, earlier.log_decay + later.log_decay)

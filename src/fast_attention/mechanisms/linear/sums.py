@@ -17,9 +17,9 @@ from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
-from fast_attention.mechanisms.linear import compiled, decayed_sums, gpu, reference
+from fast_attention.mechanisms.linear import compiled, gpu, reference
 from fast_attention.mechanisms.linear.compiled import Inputs
-from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.linear.linear_state import LinearState, empty
 from fast_attention.mechanisms.linear.random_feature_map import POSITIVE, SINCOS, Heads, RandomFeatureMap
 
 SCALED = "every key has a scale of its own"
@@ -41,9 +41,8 @@ def attended_sums(
     """``phi(q_i)^T S / (phi(q_i)^T z + eps)``, ``S`` and ``z`` over the keys that query i may see; zeros for none."""
     x = Inputs(*tensors)
     queries, keys = _features(x, number, offset)
-    if x.log_decay is None:
-        return reference.attention(queries, keys, x.v, is_causal=is_causal, eps=eps)
-    return decayed_sums.attend(queries, keys, x.v, x.log_decay, normalize=normalize, eps=eps)
+    settings: Any = {"is_causal": is_causal, "eps": eps, "normalize": normalize}
+    return reference.attention(queries, keys, x.v, None, x.log_decay, **settings)[0]
 
 
 def advanced_sums(
@@ -52,12 +51,9 @@ def advanced_sums(
     """Causal outputs of new tokens behind a state, and the three tensors of the state after them."""
     x = Inputs(*tensors)
     queries, keys = _features(x, number, offset)
-    state = None if x.kv is None else LinearState(*tensors[7:10])
-    if x.log_decay is None:
-        out, after = reference.decode(queries, keys, x.v, state, eps=eps)
-    else:
-        out, after = decayed_sums.decode(queries, keys, x.v, x.log_decay, state, normalize=normalize, eps=eps)
-    return out, *after
+    state = empty(keys, x.v) if x.kv is None else LinearState(*tensors[7:10])
+    out, after = reference.attention(queries, keys, x.v, state, x.log_decay, eps=eps, normalize=normalize)
+    return out, *after  # type: ignore[misc]
 
 
 def _advances(*tensors: Any, number: int, **settings: Any) -> str:
@@ -103,7 +99,7 @@ def of_features(queries: Any, keys: Any, v: Tensor, *, eps: float = 0.0, is_caus
     """Attention with weights ``queries_i . keys_j``."""
     if keys.log_scale is not None:
         trace.record("plain sums", SCALED)
-        return reference.attention(queries, keys, v, eps=eps, is_causal=is_causal)
+        return reference.attention(queries, keys, v, eps=eps, is_causal=is_causal)[0]
     return attend(queries.values, keys.values, v, None, **compiled.code(Identity()), eps=eps, is_causal=is_causal)
 
 
@@ -131,7 +127,8 @@ def advance_features(
     """``of_features`` for new tokens behind a state, and the state after them."""
     if keys.log_scale is not None:
         trace.record("plain sums", SCALED, chunk=reference.CHUNK)
-        return reference.decode(queries, keys, v, state, eps=eps)
+        state = empty(keys, v) if state is None else state
+        return reference.attention(queries, keys, v, state, eps=eps)  # type: ignore[return-value]
     return advance_map(Identity(), queries.values, keys.values, v, None, state, eps=eps)
 
 
