@@ -150,12 +150,11 @@ def _advance(
     """``advance``; tokens that nothing precedes and that are one chunk leave no state."""
     length, each = v.shape[-2], keys.logs is not None and keys.logs.shape[-1] > 1  # a logarithm for each feature
     chunk = smaller(chunk, length)
-    first = empty(keys, v) if state is None else state
-    b, log_scales = _scaled_chunks(keys, first, chunk)
+    b, log_scales = _scaled_chunks(keys, state, chunk)
     steep = each and (traced() or q.values is not None or _rises(b, log_scales))
     if steep:
         chunk = 1 << (smaller(min(chunk, HALVES), length) - 1).bit_length()
-        b, log_scales = _scaled_chunks(keys, first, chunk)
+        b, log_scales = _scaled_chunks(keys, state, chunk)
     alone = state is None and not traced() and length <= chunk
     queries, k, a = (None if x is None else split(x, chunk) for x in (q.values, keys.values, q.logs))
     values = split(v, chunk)
@@ -182,6 +181,7 @@ def _advance(
     if not alone:
         assert queries is not None
         assert k is not None
+        first = empty(keys, v) if state is None else state
         kv, z = prefixes(first, k.mT @ values, k.sum(-2), log_scales)
         numerator = numerator + queries @ kv[..., :-1, :, :]
         denominator = denominator + queries @ z[..., :-1, :, None]
@@ -190,12 +190,13 @@ def _advance(
     return Sums(join(numerator, length), join(denominator, length)[..., 0]), after
 
 
-def _scaled_chunks(keys: Factors, first: LinearState, chunk: int) -> tuple[Tensor | None, Tensor | None]:
+def _scaled_chunks(keys: Factors, state: LinearState | None, chunk: int) -> tuple[Tensor | None, Tensor | None]:
     """Logarithms of keys in chunks, and the largest before chunk 0, up to chunk 0, and so on."""
     if keys.logs is None:
         return None, None
+    first = torch.full_like(keys.logs[..., 0, :], FLOOR) if state is None else state.log_scale
     b = split(keys.logs, chunk, value=float("-inf"))
-    return b, cummax(torch.cat([first.log_scale[..., None, :], b.detach().amax(-2)], -2))
+    return b, cummax(torch.cat([first[..., None, :], b.detach().amax(-2)], -2))
 
 
 def _rises(b: Any, log_scales: Any) -> bool:
