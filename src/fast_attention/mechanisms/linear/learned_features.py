@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear.kernelised import RandomKernelised
-from fast_attention.mechanisms.linear.random_feature_map import HYPERBOLIC, Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
@@ -24,7 +23,7 @@ class Maps(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class LearnedFeatures(RandomKernelised[Maps]):
+class LearnedFeatures(Kernelised[Maps]):
     """Linear attention with ``phi(x) = [exp(W x), exp(-W x)] exp(-||x||^2 / 2)``, W of queries and of keys trained.
 
     W starts as FAVOR+ draws it, the same for both, so that the untrained map estimates softmax as
@@ -62,6 +61,6 @@ class LearnedFeatures(RandomKernelised[Maps]):
         W = self.scale * draw(shape.heads, self.num_features, shape.head_dim)
         return Maps(nn.Parameter(W), nn.Parameter(W.clone()))
 
-    def features_of(self, w: Maps) -> tuple[RandomFeatureMap, Heads]:
+    def core_map(self, w: Maps) -> CoreMap:
         """Hyperbolic features, with rows for queries and rows for keys."""
-        return HYPERBOLIC, Heads(w.query, key_rows=w.key)
+        return CoreMap.exponential(w.query, w.key, hyperbolic=True)

@@ -25,7 +25,7 @@ class Factors(NamedTuple):
 
     @property
     def shown(self) -> Tensor:
-        """What there is for every feature."""
+        """Values, or the logarithms where values are ones."""
         shown = self.logs if self.values is None else self.values
         assert shown is not None
         return shown

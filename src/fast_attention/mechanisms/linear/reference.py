@@ -61,7 +61,7 @@ def attention(
     (..., L, 1), or (..., L, C) for every feature, are the logarithms of decays of causal sums.
     """
     if isinstance(keys, Logs) or isinstance(queries, Logs) or keys.log_scale is not None:
-        sums, after = _attend_behind(queries.free, keys, v, state, is_causal=is_causal)
+        sums, after = attend_behind(queries.free, keys, v, state, is_causal=is_causal)
         return normalise(sums), after
     largest, smaller = log_scale(keys), None
     if state is None:
@@ -73,14 +73,14 @@ def attention(
     factor, row = (-largest).exp(), numerics.factor(queries.values, 1.0, rows=True)
     q, k, reached = queries.values * row, keys.values * factor[..., None], None
     if log_decay is None:
-        sums, after = _attend_behind(q, k, v, state, is_causal=is_causal)
+        sums, after = attend_behind(q, k, v, state, is_causal=is_causal)
     else:
         reached = log_decay.double().cumsum(-2)
         state = None if state is None else state._replace(log_scale=torch.zeros_like(reached[..., 0, :]))
-        sums, after = _attend_behind(Factors(q, reached), Factors(k, -reached), v, state, is_causal=is_causal)
+        sums, after = attend_behind(Factors(q, reached), Factors(k, -reached), v, state, is_causal=is_causal)
         if after is not None:  # the factor of one has the gradient that the log scale of a state leaves out
-            fade = (reached - reached.detach())[..., -1, :].exp().to(v.dtype)
-            after = LinearState(after.kv * fade[..., None], after.k * fade, largest)
+            unit = (reached - reached.detach())[..., -1, :].exp().to(v.dtype)
+            after = LinearState(after.kv * unit[..., None], after.k * unit, largest)
     scale = factor * row[..., 0]
     if normalize:
         out = normalise(Sums(sums.numerator, sums.denominator + eps * scale))
@@ -89,9 +89,10 @@ def attention(
     return out if smaller is None else out / smaller, after
 
 
-def _attend_behind(
+def attend_behind(
     q: Kind, keys: Kind, v: Tensor, state: LinearState | None, *, is_causal: bool
 ) -> tuple[Sums, LinearState | None]:
+    """Sums of queries over the keys, behind a ``state`` over those before too, with the state after the tokens."""
     return (attend(q, keys, v, is_causal=is_causal), None) if state is None else advance(q, keys, v, state)
 
 
@@ -151,8 +152,8 @@ def _advance(
     length, each = v.shape[-2], keys.logs is not None and keys.logs.shape[-1] > 1  # a logarithm for each feature
     chunk = smaller(chunk, length)
     b, log_scales = _scaled_chunks(keys, state, chunk)
-    steep = each and (traced() or q.values is not None or _rises(b, log_scales))
-    if steep:
+    rising = each and (traced() or q.values is not None or _rises(b, log_scales))
+    if rising:
         chunk = 1 << (smaller(min(chunk, HALVES), length) - 1).bit_length()
         b, log_scales = _scaled_chunks(keys, state, chunk)
     alone = state is None and not traced() and length <= chunk
@@ -164,7 +165,7 @@ def _advance(
         pairs = (queries @ k.mT).masked_fill(_later(chunk, v), 0.0)
     else:
         before = log_scales[..., :-1, None, :]
-        if each and not steep:
+        if each and not rising:
             seen = torch.maximum(b.detach()[..., :1, :], before)
             queries = largest_is_one(Factors(None, a), seen)
             pairs = (queries @ (b - seen).exp_().mT).tril()

@@ -72,6 +72,9 @@ class T2R(Kernelised[Layer]):
         rows = draw(shape.heads, self.num_features, shape.head_dim) * shape.head_dim**-0.5
         return Layer(nn.Parameter(rows), nn.Parameter(torch.zeros(shape.heads, self.num_features)))
 
+    def core_map(self, w: Layer) -> None:
+        """None: operations do not make the layer."""
+
     def maps(self, w: Layer) -> tuple[Map, Map]:
         """One map for queries and keys, of no scale."""
 
