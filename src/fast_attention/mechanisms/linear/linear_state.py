@@ -130,13 +130,15 @@ def normalise(sums: Sums, eps: float = 0.0) -> Float[Tensor, "*batch length valu
 def prefixes(first: LinearState, kv: Tensor, k: Tensor, log_scales: Tensor | None) -> tuple[Tensor, Tensor]:
     """The sums before chunk 0, up to chunk 0, and so on: (..., N + 1, C, Ev) and (..., N + 1, C), over e^log_scales.
 
-    ``log_scales`` (..., N + 1) is one for all features, (..., N + 1, C) one for each.
+    ``log_scales`` (..., N + 1, 1) is one for all features, (..., N + 1, C) one for each.
     """
-    if log_scales is not None and log_scales.ndim == k.ndim:
+    if log_scales is not None and log_scales.shape[-1] > 1:
         sums = torch.cat([first.kv[..., None, :, :], kv], -3), torch.cat([first.k[..., None, :], k], -2)
         row = state_sums(torch.cat([sums[0], sums[1][..., None]], -1).movedim(-2, -3), log_scales.mT).movedim(-3, -2)
         return row[..., :-1], row[..., -1]
     begin = torch.cat([first.kv.flatten(-2), first.k], -1)[..., None, :]
-    sums = state_sums(torch.cat([begin, torch.cat([kv.flatten(-2), k], -1)], -2), log_scales)
+    sums = state_sums(
+        torch.cat([begin, torch.cat([kv.flatten(-2), k], -1)], -2), None if log_scales is None else log_scales[..., 0]
+    )
     size = kv.shape[-2] * kv.shape[-1]
     return sums[..., :size].unflatten(-1, kv.shape[-2:]), sums[..., size:]
