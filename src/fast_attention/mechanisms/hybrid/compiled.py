@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from fast_attention.engine import offsets, operation, tiles, trace
 from fast_attention.engine.offsets import Positions
-from fast_attention.engine.operation import Fast, Operation
+from fast_attention.engine.operation import Fast, NotServed, Operation
 from fast_attention.engine.precision import widen
 from fast_attention.engine.tiles import four_axes
 from fast_attention.mechanisms.hybrid import reference
@@ -25,10 +25,7 @@ from fast_attention.mechanisms.sparse.block_local import BlockLocal
 PATH = f"{trace.CORE}: near keys in tiles, far ones as sums of features"
 
 
-class OutOfRangeError(ArithmeticError):
-    """Outputs are not finite."""
-
-
+NOT_FINITE = "outputs that are not finite"
 MOST = 2**21  # sums of a head, 8 MiB, that stay in memory of the thread that makes them
 
 
@@ -56,11 +53,7 @@ def attend(
     bias: Positions | None,
     learned: Float[Tensor, "heads"] | None,
 ) -> Float[Tensor, "*batch length values"]:
-    """Outputs over near keys, far ones and sink tokens at the positions ``sinks``, which ``others`` leaves out.
-
-    Raises:
-        OutOfRangeError: Not all of them are finite.
-    """
+    """Outputs over near keys, far ones and sink tokens at the positions ``sinks``, which ``others`` leaves out."""
     extra = max(q.shape[-2] - k.shape[-2], 0) if is_causal else 0  # queries that see nothing
     low, high = -(near.before + 1) * near.block_size + 1, (near.after + 1) * near.block_size - 1
     numbers = offsets.between(bias, low, high - low + 1, q)[0]
@@ -78,15 +71,13 @@ def _plain(
     learned: Tensor | None, rows: Tensor | None, key_rows: Tensor | None, bias: Tensor | None,
     *, near: BlockLocal, number: int, offset: float, first: int, is_causal: bool,
 ) -> Tensor:  # fmt: skip
-    dtype = q.dtype
-    q, k, v = widen((q, k, v))
 
     maps = CoreMap(number, offset, rows, key_rows, bias).maps(unbiased=True)
     sinks = reference.SinkTokens.at(position, k, v)
     return reference.attend(
         q, k, v, others, sinks, near, per_token(maps), start=k.shape[-2] - q.shape[-2], is_causal=is_causal,
         bias=_positions(numbers, near), learned_sinks=learned,
-    ).to(dtype)  # fmt: skip
+    )  # fmt: skip
 
 
 def _positions(numbers: Tensor | None, near: BlockLocal) -> Positions | None:
@@ -149,7 +140,7 @@ def _forward(*arguments: Any, keep: bool, **settings: Any) -> tuple[Tensor, tupl
     states = memory(sizes.sums) if keep or not sizes.of_threads(sizes.sums) else None
     saved = out, sums, memory(planes, sizes.heads, q.shape[-2]), states
     if not torch.ops.fast_attention_core.hybrid_forward(*call, *saved):
-        raise OutOfRangeError
+        raise NotServed(NOT_FINITE)
     return out.to(q.dtype).view(*q.shape[:-1], v.shape[-1]), (saved if keep else ())  # type: ignore[return-value]
 
 
@@ -187,4 +178,13 @@ def _backward(
     return *d_tokens, None, None, None, d_numbers, d_learned, *d_weights
 
 
-_HYBRID = Operation(_plain, cpu=Fast(_forward, _backward))
+def _why(*tensors: Any, near: BlockLocal, **settings: Any) -> str:
+    return f"{near!r} leaves keys out"
+
+
+_HYBRID = Operation(
+    _plain,
+    cpu=Fast(_forward, _backward, halves=True, path=PATH, why=_why),
+    compute=torch.float32,
+    path="near keys exact, far ones as sums of features",
+)
