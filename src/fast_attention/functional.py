@@ -26,7 +26,7 @@ from fast_attention.mechanisms.log_manhattan import manhattan
 from fast_attention.mechanisms.lsh import lsh
 from fast_attention.mechanisms.mixers import fnet, gmlp, mlp_mixer
 from fast_attention.mechanisms.sinkhorn import sinkhorn
-from fast_attention.mechanisms.sparse import bigbird, block_local, block_local2d, local, local2d
+from fast_attention.mechanisms.sparse import bigbird, block_local, local, local2d
 from fast_attention.packed import CuSeqlens, Lengths
 
 
@@ -53,7 +53,7 @@ gated_mlp = _counted(gmlp.gated_mlp, gmlp.GMLP, settings=False)
 linear_attention = checked(linear.linear_attention, linear.LinearAttention)
 decayed_linear_attention = checked(decayed.decayed_linear_attention, decayed.DecayedLinearAttention)
 block_local_attention = _counted(block_local.block_local_attention, block_local.BlockLocal)
-block_local2d_attention = _counted(block_local2d.block_local2d_attention, block_local2d.BlockLocal2d)
+block_local2d_attention = _counted(local2d.block_local2d_attention, local2d.BlockLocal2d)
 local_attention = checked(local.local_attention, local.Local)
 local2d_attention = _counted(local2d.local2d_attention, local2d.Local2d)
 log_attention = checked(log.log_attention, log.LogAttention)

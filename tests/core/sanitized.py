@@ -27,6 +27,7 @@ from fast_attention.engine import trace
 from fast_attention.engine.operation import Fast, Operation
 from fast_attention.feature_maps.features import EluPlusOne
 from fast_attention.mechanisms.linear import compiled
+from fast_attention.mechanisms.linear.core_map import NUMBERS
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "build" / "sanitized" / core.FILE.name
@@ -160,7 +161,7 @@ def features(heads: int, _: int, length: int, width: int, values: int, dtype: to
         forward, backward = partial(compiled.forward, **numbers), partial(compiled.backward, **numbers)
         return Operation(forward, cpu=Fast(forward, backward))
 
-    sums = passes({**compiled.code(EluPlusOne()), "eps": 1e-6})
+    sums = passes({"number": NUMBERS[EluPlusOne], "offset": 0.0, "eps": 1e-6})
     exponentials, signed = (
         passes({"number": number, "offset": 0.0, "eps": 0.0})
         for number in (compiled.EXPONENTIAL, compiled.TRIGONOMETRIC)

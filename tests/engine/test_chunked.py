@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fast_attention.engine.chunked import scan
+from fast_attention.engine.advancing import scan
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100])

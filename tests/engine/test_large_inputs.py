@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention import catalogue
 from fast_attention.feature_maps.feature_map import Logs
-from fast_attention.mechanisms.linear import linear_state, log_features, reference
+from fast_attention.mechanisms.linear import linear_state, reference
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from tests.cases import bind, qkv, some_keys
 
@@ -105,7 +105,7 @@ def test_features_one_by_one_are_the_definition(monkeypatch: pytest.MonkeyPatch,
     first = linear_state.summarise(Logs(k.logs[:, :20]), v[:, :20])
     for traced in (False, True):
         if traced:
-            monkeypatch.setattr(log_features, "traced", lambda: True)
+            monkeypatch.setattr(reference, "traced", lambda: True)
         sums, _ = reference.advance(q, k, v, chunk=chunk)
         torch.testing.assert_close(linear_state.normalise(sums), expected, rtol=1e-9, atol=1e-9)
         rest = (Logs(q.logs[:, 20:]), Logs(k.logs[:, 20:]), v[:, 20:])

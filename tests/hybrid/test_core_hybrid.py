@@ -117,7 +117,7 @@ def test_sums_out_of_range_go_by_the_reference() -> None:
     q, k, v = qkv(100, dtype=torch.float32)
     with trace.recorded() as steps:
         out = bound(1e6 * q, 1e31 * k, v)
-    assert "not finite" in steps[0].why
+    assert "not finite" in steps[-1].why
     assert out.isfinite().all()
 
 

@@ -16,7 +16,7 @@ from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identit
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_plus_attention, linear_attention
 from fast_attention.mechanisms.linear import compiled, sums
-from fast_attention.mechanisms.linear.random_feature_map import POSITIVE, SINCOS
+from fast_attention.mechanisms.linear.core_map import EXPONENTIAL, TRIGONOMETRIC, CoreMap
 
 pytestmark = pytest.mark.skipif(bool(core.unavailable()), reason="no compiled core")
 
@@ -32,7 +32,14 @@ def in_core(operation: Operation) -> Operation:
     return Operation(operation.reference, cpu=replace(operation.cpu, serves=always))
 
 
+POSITIVE, SINCOS = ({"number": number, "offset": 0.0, "eps": 0.0} for number in (EXPONENTIAL, TRIGONOMETRIC))
 ATTEND, ADVANCE = in_core(sums.attend), in_core(sums.advance)
+
+
+def code(phi: FeatureMap) -> dict[str, Any]:
+    made = CoreMap.of(phi)
+    assert made is not None
+    return made.settings
 
 
 def leaves(*tensors: Tensor | None) -> list[Any]:
@@ -85,7 +92,7 @@ def test_sums_are_the_plain_form(sizes: tuple[int, int, int, int], phi: FeatureM
         q, k, v = (x.abs() if phi == Identity() else x for x in tokens(sizes))
         for mask in (None, some_keys(sizes[1])):
             for is_causal in (False, True):
-                settings: Any = {**compiled.code(phi), "eps": 1e-6, "is_causal": is_causal}
+                settings: Any = {**code(phi), "eps": 1e-6, "is_causal": is_causal}
                 agree(ATTEND, [q, k, v, mask], **settings)
             if sizes[0] == sizes[1]:
                 state = torch.rand(2, 3, sizes[2], sizes[3]), 3 * torch.rand(2, 3, sizes[2]) + 1
@@ -112,7 +119,7 @@ def test_exponentials_are_the_plain_form(sizes: tuple[int, int, int, int], train
     rows = [W, draw(3, 70, sizes[2]), 2 * torch.randn(3, 1, 70)] if trained else [W, W, None]
     for mask in (None, some_keys(sizes[1])):
         for is_causal in (False, True):
-            settings: Any = {**compiled.random(POSITIVE), "is_causal": is_causal, "rtol": 4e-5 * max(1.0, scale)}
+            settings: Any = {**POSITIVE, "is_causal": is_causal, "rtol": 4e-5 * max(1.0, scale)}
             agree(ATTEND, [q, k, v, mask, *rows], **settings)
         if sizes[0] == sizes[1]:
             state = torch.rand(2, 3, 70, sizes[3]), torch.rand(2, 3, 70) + 1, 3 * torch.randn(2, 3, 70)
@@ -128,11 +135,11 @@ def test_eight_heads_are_read_from_first_to_last(sizes: tuple[int, int, int, int
     W = draw(3, 70, sizes[2])
     for mask in (None, some_keys(sizes[1], batch=4)):
         for is_causal in (False, True):
-            agree(ATTEND, [q, k, v, mask], **compiled.code(EluPlusOne()), eps=1e-6, is_causal=is_causal)
-            agree(ATTEND, [q, k, v, mask, W, W, None], **compiled.random(POSITIVE), is_causal=is_causal)
+            agree(ATTEND, [q, k, v, mask], **code(EluPlusOne()), eps=1e-6, is_causal=is_causal)
+            agree(ATTEND, [q, k, v, mask, W, W, None], **POSITIVE, is_causal=is_causal)
         if sizes[0] == sizes[1]:
             state = torch.rand(4, 3, 70, sizes[3]), torch.rand(4, 3, 70) + 1, 3 * torch.randn(4, 3, 70)
-            agree(ADVANCE, [q, k, v, mask, W, W, None, *state], **compiled.random(POSITIVE), is_causal=True)
+            agree(ADVANCE, [q, k, v, mask, W, W, None, *state], **POSITIVE, is_causal=True)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -148,11 +155,11 @@ def test_signed_features_are_the_plain_form(sizes: tuple[int, int, int, int], ba
         W = draw(3, 35, sizes[2])
         for mask in (None, some_keys(sizes[1], batch=batch)):
             for is_causal in (False, True):
-                agree(ATTEND, [q, k, v, mask, W, W, None], **compiled.random(SINCOS), is_causal=is_causal)
+                agree(ATTEND, [q, k, v, mask, W, W, None], **SINCOS, is_causal=is_causal)
             if sizes[0] == sizes[1]:
                 state = torch.rand(batch, 3, 70, sizes[3]), torch.rand(batch, 3, 70), torch.randn(batch, 3, 1)
                 state[1][..., :35] += 9  # cosines
-                agree(ADVANCE, [q, k, v, mask, W, W, None, *state], **compiled.random(SINCOS), is_causal=True)
+                agree(ADVANCE, [q, k, v, mask, W, W, None, *state], **SINCOS, is_causal=True)
     finally:
         core_width()
 
@@ -161,9 +168,9 @@ def test_a_scale_that_rises_by_hundreds_within_a_section() -> None:
     """Steps end early; no key moves a query before it, and the largest leaves only itself."""
     W, v = draw(3, 64, 8), torch.randn(2, 3, 250, 5)
     k = torch.linspace(1, 400, 250)[:, None] * torch.nn.functional.normalize(torch.randn(2, 3, 250, 8), dim=-1)
-    out = ATTEND(k, k, v, None, W, W, None, **compiled.random(SINCOS), is_causal=True)
+    out = ATTEND(k, k, v, None, W, W, None, **SINCOS, is_causal=True)
     torch.testing.assert_close(out[..., 150:, :], v[..., 150:, :], rtol=1e-3, atol=1e-3)
-    again = ATTEND(*(x[..., :99, :] for x in (k, k, v)), None, W, W, None, **compiled.random(SINCOS), is_causal=True)
+    again = ATTEND(*(x[..., :99, :] for x in (k, k, v)), None, W, W, None, **SINCOS, is_causal=True)
     torch.testing.assert_close(out[..., :99, :], again, rtol=1e-5, atol=1e-5)
 
 
@@ -180,7 +187,7 @@ def test_sums_that_decay_are_the_plain_form(
         q, k, v = (x.abs() if phi == Identity() else x for x in tokens(sizes, batch=batch))
         logs = -strength * torch.rand(batch, 3, sizes[0], sizes[2] if by_channel else 1)
         state = torch.rand(batch, 3, sizes[2], sizes[3]), 3 * torch.rand(batch, 3, sizes[2]) + 1
-        settings: Any = {**compiled.code(phi), "normalize": normalize, "eps": 0.1, "is_causal": True}
+        settings: Any = {**code(phi), "normalize": normalize, "eps": 0.1, "is_causal": True}
         agree(ATTEND, [q, k, v, None, *[None] * 6, logs], **settings)
         mask, before = some_keys(sizes[1], batch=batch), [*state, torch.zeros(batch, 3, 1)]
         agree(ADVANCE, [q, k, v, mask, None, None, None, *before, logs], **settings)
@@ -193,7 +200,7 @@ def test_a_sequence_that_begins_in_another_reads_nothing_before_it() -> None:
     for nothing in (-1e4, float("-inf")):
         cut = logs.clone()
         cut[..., [300, 301, 310], :] = nothing
-        settings: Any = {**compiled.code(EluPlusOne()), "eps": 1e-6, "is_causal": True}
+        settings: Any = {**code(EluPlusOne()), "eps": 1e-6, "is_causal": True}
         out = ATTEND(q, k, v, *[None] * 7, cut, **settings)
         late = ATTEND(*(x[..., 310:, :] for x in (q, k, v)), *[None] * 7, cut[..., 310:, :], **settings)
         torch.testing.assert_close(out[..., 310:, :], late, rtol=1e-5, atol=1e-5)
@@ -205,7 +212,7 @@ def test_features_that_grow_to_the_end() -> None:
     direction = torch.nn.functional.normalize(W[:, :1], dim=-1)
     k = torch.linspace(80, 0, 250)[:, None] * direction + torch.zeros(2, 1, 1, 1)
     q = direction + 0.1 * torch.randn(2, 3, 250, 8)
-    agree(ATTEND, [q, k, v, None, W, W, None], **compiled.random(POSITIVE), is_causal=True, rtol=3e-4)
+    agree(ATTEND, [q, k, v, None, W, W, None], **POSITIVE, is_causal=True, rtol=3e-4)
 
 
 def calls() -> list[Any]:
@@ -280,7 +287,7 @@ def test_sums_out_of_range_go_by_plain_sums() -> None:
         assert out.isfinite().all()
         assert steps[-1].path == "plain sums"
     with pytest.raises(NotServed):
-        compiled.forward(q, k, v, None, keep=False, **compiled.code(Relu()), eps=0.0, is_causal=False)
+        compiled.forward(q, k, v, None, keep=False, **code(Relu()), eps=0.0, is_causal=False)
 
 
 def test_very_many_terms() -> None:

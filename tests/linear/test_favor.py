@@ -56,7 +56,7 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Features | Logs]] = {
     "sincos": trigonometric,
     "phase": phased,
     "positive": positive,
-    "hyperbolic": lambda x, W: positive(x, W, hyperbolic=True),
+    "hyperbolic": lambda x, W: positive(x, torch.cat([W, -W], -2)),
     "damped": lambda x, W: positive(x, *damped(W, torch.linspace(0.0, 0.2, len(W)))),
 }
 
@@ -251,7 +251,7 @@ def test_factors_of_the_softmax_kernel() -> None:
     difference, total = x[:, None] - y[None], x[:, None] + y[None]
     ours = plain(trigonometric(x, W)) @ plain(trigonometric(y, W)).T
     torch.testing.assert_close(ours, lengths.exp() * (difference @ W.T).cos().mean(-1), rtol=1e-12, atol=1e-12)
-    ours = plain(positive(x, W, hyperbolic=True)) @ plain(positive(y, W, hyperbolic=True)).T
+    ours = plain(positive(x, torch.cat([W, -W], -2))) @ plain(positive(y, torch.cat([W, -W], -2))).T
     torch.testing.assert_close(ours, (-lengths).exp() * (total @ W.T).cosh().mean(-1), rtol=1e-12, atol=1e-12)
 
 

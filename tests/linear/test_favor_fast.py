@@ -12,35 +12,31 @@ from fast_attention import core
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_attention, favor_plus_attention
 from fast_attention.mechanisms.linear import linear_state, reference, sums
-from fast_attention.mechanisms.linear.random_feature_map import HYPERBOLIC, POSITIVE, SINCOS, Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.core_map import CoreMap
 
 D, M, WIDE = 8, 24, 5
 # with or without a number of each feature's own in the exponent, and rows for keys
-Kind = tuple[RandomFeatureMap, bool, bool]
-EXPONENTIAL: list[Kind] = [(POSITIVE, False, False), (POSITIVE, True, True), (HYPERBOLIC, False, True),
-                           (HYPERBOLIC, True, False)]  # fmt: skip
-MAPS: list[Kind] = [*EXPONENTIAL, (SINCOS, False, True)]
+Kind = tuple[str, bool, bool]
+EXPONENTIAL: list[Kind] = [("positive", False, False), ("positive", True, True), ("hyperbolic", False, True),
+                           ("hyperbolic", True, False)]  # fmt: skip
+MAPS: list[Kind] = [*EXPONENTIAL, ("sincos", False, True)]
 
 
-def plain(
-    phi: RandomFeatureMap,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: Heads,
-    *,
-    is_causal: bool,
-    key_mask: Tensor | None = None,
-) -> Tensor:
+def plain(made: CoreMap, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None = None) -> Tensor:
     """One piece, in operations that autograd follows."""
-    keys = reference.masked_keys(lambda x: phi.plain(x, heads.keys), k, key_mask)
-    return linear_state.normalise(reference.attend(phi.plain(q, heads).free, keys, v, is_causal=is_causal))
+    queries, phi = made.maps()
+    keys = reference.masked_keys(phi, k, key_mask)
+    return linear_state.normalise(reference.attend(queries(q).free, keys, v, is_causal=is_causal))
 
 
-def some_heads(phi: RandomFeatureMap, biased: bool, apart: bool) -> Heads:
-    W = draw(2, M, D).double()
-    bias = 3 * torch.randn(2, 1, phi.width(W), dtype=torch.float64) if biased else None
-    return Heads(W, bias, draw(2, M, D).double() if apart else None)
+def some_heads(kind: str, biased: bool, apart: bool, *, learns: bool = False) -> tuple[CoreMap, list[Tensor]]:
+    """A map, and its leaves."""
+    W, keys, width = draw(2, M, D).double(), draw(2, M, D).double() if apart else None, M * (1 + (kind != "positive"))
+    bias = 3 * torch.randn(2, 1, width, dtype=torch.float64) if biased else None
+    leaves = [x.requires_grad_(learns) for x in (W, keys, bias) if x is not None]
+    if kind == "sincos":
+        return CoreMap.trigonometric(W, keys), leaves
+    return CoreMap.exponential(W, keys, bias, hyperbolic=kind == "hyperbolic"), leaves
 
 
 def inputs(length: int, keys: int | None = None, scale: float = 1.0, **kind: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,10 +48,10 @@ def inputs(length: int, keys: int | None = None, scale: float = 1.0, **kind: Any
 
 def agree(phi: Kind, x: tuple[Tensor, ...], rtol: float = 1e-10, **settings: Any) -> None:
     """Outputs and all gradients, those of rows and biases too, within ``rtol`` of the largest number."""
-    kind, heads = phi[0], Heads(*(t if t is None else t.requires_grad_() for t in some_heads(*phi)))
-    ours, theirs = sums.of_random_features(kind, heads, *x, **settings), plain(kind, *x, heads, **settings)
+    made, leaves = some_heads(*phi, learns=True)
+    ours, theirs = sums.of_map(made, *x, **settings), plain(made, *x, **settings)
     probe = torch.randn_like(ours)
-    leaves = [*x, *(t for t in heads if t is not None)]
+    leaves = [*x, *leaves]
     ours, theirs = ((out, *torch.autograd.grad(out, leaves, probe)) for out in (ours, theirs))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=rtol * max(1.0, b.abs().max().item()))
@@ -92,8 +88,8 @@ def test_keys_that_grow_from_chunk_to_chunk() -> None:
                                                     ramp * direction, v))  # fmt: skip
     for is_causal in (False, True):
         outs = (
-            sums.of_random_features(POSITIVE, Heads(W), *x, is_causal=is_causal, key_mask=None),
-            plain(POSITIVE, *x, Heads(W), is_causal=is_causal),
+            sums.of_map(CoreMap.exponential(W), *x, is_causal=is_causal, key_mask=None),
+            plain(CoreMap.exponential(W), *x, is_causal=is_causal),
         )
         probe = torch.randn_like(outs[0])
         ours, theirs = ((out, *torch.autograd.grad(out, x, probe)) for out in outs)
@@ -147,7 +143,7 @@ def test_layouts_and_second_derivatives(is_causal: bool) -> None:
     t = x.transpose(1, 2)
     outs = (
         favor_plus_attention(t, t, t, W, is_causal=is_causal),
-        plain(POSITIVE, t, t, t, Heads(W), is_causal=is_causal),
+        plain(CoreMap.exponential(W), t, t, t, is_causal=is_causal),
     )
     ours, theirs = (torch.autograd.grad(out.square().sum(), x, create_graph=True)[0] for out in outs)
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-10, atol=1e-10)
@@ -169,17 +165,17 @@ def test_a_trained_projection_gets_its_gradient() -> None:
 def test_prefill(phi: Kind) -> None:
     """A long stretch after a state, in chunks: outputs and state of the plain form."""
     q, k, v = (x.detach() for x in inputs(300))
-    kind, heads, mask = phi[0], some_heads(*phi), torch.rand(2, 1, 300) < 0.7
+    made, mask = some_heads(*phi)[0], torch.rand(2, 1, 300) < 0.7
     mask[..., 0] = True
-    whole = plain(kind, q, k, v, heads, is_causal=True, key_mask=mask)
+    whole = plain(made, q, k, v, is_causal=True, key_mask=mask)
     state, outs = None, []
     for at in (slice(0, 70), slice(70, 73), slice(73, 74), slice(74, 300)):
         tokens = [x[..., at, :] for x in (q, k, v)]
-        out, state = sums.advance_random_features(kind, heads, *tokens, state, mask[..., at])
+        out, state = sums.advance_map(made, *tokens, mask[..., at], state)
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs, -2), whole, rtol=1e-9, atol=1e-9)
     assert state is not None
-    expected = linear_state.summarise(reference.masked_keys(lambda x: kind.plain(x, heads.keys), k, mask), v)
+    expected = linear_state.summarise(reference.masked_keys(made.maps()[1], k, mask), v)
     for a, b in zip(state, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
@@ -190,25 +186,25 @@ def test_gradients_behind_a_state(phi: Kind, scale: float) -> None:
     """Chunks hand gradients to the state before them, and have them from the state behind them."""
     (q, k, v), mask = inputs(430, scale=scale), torch.rand(2, 1, 430) < 0.7
     mask[..., 0] = True
-    kind, heads = phi[0], Heads(*(t if t is None else t.requires_grad_() for t in some_heads(*phi)))
-    leaves, outs, state = [q, k, v, *(t for t in heads if t is not None)], [], None
+    made, leaves = some_heads(*phi, learns=True)
+    leaves, outs, state = [q, k, v, *leaves], [], None
     for at in (slice(0, 135), slice(135, 137), slice(137, 290), slice(290, 430)):
         tokens = [x[..., at, :] for x in (q, k, v)]
-        out, state = sums.advance_random_features(kind, heads, *tokens, state, mask[..., at])
+        out, state = sums.advance_map(made, *tokens, mask[..., at], state)
         outs.append(out)
-    whole, probe = plain(kind, q, k, v, heads, is_causal=True, key_mask=mask), torch.randn(2, 2, 430, WIDE).double()
+    whole, probe = plain(made, q, k, v, is_causal=True, key_mask=mask), torch.randn(2, 2, 430, WIDE).double()
     ours, theirs = (torch.autograd.grad(out, leaves, probe) for out in (torch.cat(outs, -2), whole))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9 * max(1.0, b.abs().max().item()))
 
 
 def test_second_derivatives_behind_a_state() -> None:
-    (q, k, v), heads = inputs(290), some_heads(POSITIVE, False, False)
+    (q, k, v), (made, _) = inputs(290), some_heads("positive", False, False)
     parts = [[x[..., at, :] for x in (q, k, v)] for at in (slice(0, 140), slice(140, 290))]
-    first, state = sums.advance_random_features(POSITIVE, heads, *parts[0], None, None)
-    outs = torch.cat([first, sums.advance_random_features(POSITIVE, heads, *parts[1], state, None)[0]], -2)
+    first, state = sums.advance_map(made, *parts[0], None, None)
+    outs = torch.cat([first, sums.advance_map(made, *parts[1], None, state)[0]], -2)
     once = [torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
-            for out in (outs, plain(POSITIVE, q, k, v, heads, is_causal=True))]  # fmt: skip
+            for out in (outs, plain(made, q, k, v, is_causal=True))]  # fmt: skip
     twice = [torch.autograd.grad(sum(g.square().sum() for g in each), (q, k, v)) for each in once]
     for a, b in zip(*twice, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)

@@ -1,7 +1,10 @@
-"""Runs methods that take many new tokens chunk by chunk: neither features nor gradients of all tokens are held.
+"""Long sequences in chunks that hand on a state: neither features nor gradients of all tokens are held.
 
-For mechanisms with a state of constant size whose sums have no gradient written by hand: any split of a sequence gives
-the same outputs, so that the state before a chunk is all that the chunk's gradient needs.
+A family writes one function of a chunk, ``step``; decoding, prefill and training are that function. Beside inputs and
+outputs nothing is saved but the state before every chunk, and the backward pass runs each chunk again with autograd.
+
+``in_chunks`` serves mechanisms with a state of constant size whose sums have no gradient written by hand: any split of
+a sequence gives the same outputs, so that the state before a chunk is all that the chunk's gradient needs.
 """
 
 from __future__ import annotations
@@ -16,12 +19,115 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fast_attention.engine import operation, trace
-from fast_attention.engine.chunked import scan
+from fast_attention.engine.chunks import chunks_of
+from fast_attention.engine.operation import Fast, Operation, Tensors
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 LEAST = 512  # tokens of a chunk: shorter ones have more operations than they save memory
 NUMBERS = 2**21  # of all values, from which on what is saved pays for computing all but the sums twice
 SEVERAL = 4  # chunks at least
+State = tuple[Tensor, ...]
+# (tokens of a chunk, weights, state before it) -> (rows of the output, or none; state after it)
+Step = Callable[[Sequence[Any], Sequence[Any], State], tuple[tuple[Tensor, ...], State]]
+
+
+def scan(
+    step: Step, tokens: Sequence[Tensor | None], weights: Sequence[Any], state: State, *, size: int
+) -> tuple[tuple[Tensor, ...], State]:
+    """``step`` over chunks of ``size`` tokens, first to last: all rows, and the state after the last chunk.
+
+    Args:
+        step: What one chunk does. Where it holds parameters of its own, which autograd would not find through chunks,
+            the whole sequence is one.
+        tokens: Tensors (..., L, E) that are split along L; None and booleans have no gradient.
+        weights: Tensors, or None, that every chunk uses.
+        state: The state before the first chunk.
+        size: Tokens of a chunk.
+    """
+    run = _RULE if _closed(step, tokens, weights, state) else _plain
+    results = run(*tokens, *weights, *state, step=step, counts=(len(tokens), len(weights)), size=size)
+    rows = len(results) - len(state)
+    return results[:rows], results[rows:]
+
+
+def _closed(step: Step, tokens: Sequence[Any], weights: Sequence[Any], state: State) -> bool:
+    """Whether a step of one token has no gradient but those of its arguments."""
+    if not torch.is_grad_enabled():
+        return True
+    first = _rows(tokens, slice(0, 1))
+    chunk, fixed = ([None if x is None else x.detach() for x in each] for each in (first, weights))
+    rows, after = step(chunk, fixed, tuple(x.detach() for x in state))
+    return not any(x.requires_grad for x in (*rows, *after))
+
+
+def _split(everything: Sequence[Any], counts: tuple[int, int]) -> tuple[Sequence[Any], Sequence[Any], State]:
+    tokens, state = counts[0], sum(counts)
+    return everything[:tokens], everything[tokens:state], tuple(everything[state:])
+
+
+def _chunks(tokens: Sequence[Any], size: int) -> list[slice]:
+    return chunks_of(size, next(x.shape[-2] for x in tokens if x is not None))
+
+
+def _rows(tokens: Sequence[Any], at: slice) -> list[Any]:
+    return [None if x is None else x[..., at, :] for x in tokens]
+
+
+def _plain(*everything: Any, step: Step, counts: tuple[int, int], size: int) -> tuple[Tensor, ...]:
+    rows, state = step(*_split(everything, counts))
+    return *rows, *state
+
+
+def _forward(
+    *everything: Any, step: Step, counts: tuple[int, int], size: int, keep: bool
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    tokens, weights, state = _split(everything, counts)
+    places, saved = _chunks(tokens, size), []
+    outputs: list[Tensor] = []
+    for at in places:
+        if keep:
+            saved += [x.clone() for x in state]  # rows of a whole chunk's sums would keep all of them
+        rows, state = step(_rows(tokens, at), weights, state)
+        outputs = outputs or [x.new_empty(*x.shape[:-2], places[-1].stop, x.shape[-1]) for x in rows]
+        for out, row in zip(outputs, rows, strict=True):
+            out[..., at, :] = row
+    return (*outputs, *(x.clone() if any(x is y for y in everything) else x for x in state)), tuple(saved)
+
+
+def _backward(
+    inputs: Tensors, outputs: Tensors, saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *,
+    step: Step, counts: tuple[int, int], size: int,
+) -> Tensors:  # fmt: skip
+    tokens, weights, first = _split(inputs, counts)
+    d_tokens = [torch.zeros_like(x) if x is not None and x.is_floating_point() else None for x in tokens]
+    d_weights = [torch.zeros_like(w) if w is not None and w.requires_grad else None for w in weights]
+    rows = len(gradients) - len(first)
+    d_state = list(gradients[rows:])
+    for index, at in reversed(list(enumerate(_chunks(tokens, size)))):
+        before = saved[index * len(first) : (index + 1) * len(first)]
+        with torch.enable_grad():
+            goals = [*_rows(d_tokens, at), *d_weights, *(torch.zeros_like(x) for x in before)]
+            detached = [
+                x if x is None or goal is None else x.detach().requires_grad_()
+                for x, goal in zip((*_rows(tokens, at), *weights, *before), goals, strict=True)
+            ]
+            out, after = step(*_split(detached, counts))
+        results = zip((*out, *after), (*_rows(gradients[:rows], at), *d_state), strict=True)
+        pairs = [(x, grad_output) for x, grad_output in results if x.requires_grad]  # not without any key
+        d_state = [goal for goal in goals[len(goals) - len(first) :] if goal is not None]
+        if not pairs:
+            continue
+        leaves = [(x, goal) for x, goal in zip(detached, goals, strict=True) if x is not None and goal is not None]
+        found = torch.autograd.grad(
+            [x for x, _ in pairs], [x for x, _ in leaves], [grad for _, grad in pairs], allow_unused=True
+        )
+        for (_, goal), gradient in zip(leaves, found, strict=True):
+            if gradient is not None:
+                goal.add_(gradient)
+    return *d_tokens, *d_weights, *d_state
+
+
+_RULE = Operation(_plain, cpu=Fast(_forward, _backward))
 
 
 def in_chunks(advance: Method) -> Method:
@@ -34,18 +140,14 @@ def in_chunks(advance: Method) -> Method:
         size = _size(self, q, k, v)
         if not size:
             return advance(self, q, k, v, w, state, key_mask=key_mask)
-        weights, layout = tree_flatten(w)
-        numbers, fields = tree_flatten(_before(self, k, v, w) if state is None else state)
 
-        def step(tokens: Sequence[Any], weights: Sequence[Any], before: tuple[Tensor, ...]) -> Any:
-            *heads, mask = tokens
-            out, after = advance(
-                self, *heads, tree_unflatten(weights, layout), tree_unflatten(before, fields), key_mask=_row(mask)
-            )  # fmt: skip
-            return (out,), tuple(tree_flatten(after)[0])
+        def step(q: Tensor, k: Tensor, v: Tensor, w: Any, before: Any, key_mask: Tensor | None) -> Any:
+            out, after = advance(self, q, k, v, w, before, key_mask=key_mask)
+            return (out,), after
 
-        (out,), numbers = scan(step, [q, k, v, _column(key_mask)], weights, tuple(numbers), size=size)
-        return out, tree_unflatten(numbers, fields)
+        before = _before(self, k, v, w) if state is None else state
+        (out,), after = _scanned(step, (q, k, v), key_mask, w, before, size)
+        return out, after
 
     return cast("Method", walked)
 
@@ -58,17 +160,30 @@ def summed_in_chunks(summarise_keys: Method) -> Method:
         size = _size(self, k, v)
         if not size:
             return summarise_keys(self, k, v, w, key_mask=key_mask)
-        weights, layout = tree_flatten(w)
-        numbers, fields = tree_flatten(_before(self, k, v, w))
 
-        def step(tokens: Sequence[Any], weights: Sequence[Any], before: tuple[Tensor, ...]) -> Any:
-            k, v, mask = tokens
-            later = summarise_keys(self, k, v, tree_unflatten(weights, layout), key_mask=_row(mask))
-            return (), tuple(tree_flatten(self.merge_states(tree_unflatten(before, fields), later))[0])
+        def step(k: Tensor, v: Tensor, w: Any, before: Any, key_mask: Tensor | None) -> Any:
+            return (), self.merge_states(before, summarise_keys(self, k, v, w, key_mask=key_mask))
 
-        return tree_unflatten(scan(step, [k, v, _column(key_mask)], weights, tuple(numbers), size=size)[1], fields)
+        return _scanned(step, (k, v), key_mask, w, _before(self, k, v, w), size)[1]
 
     return cast("Method", walked)
+
+
+def _scanned(
+    step: Callable[..., Any], tokens: tuple[Tensor, ...], key_mask: Tensor | None, w: Any, before: Any, size: int
+) -> tuple[tuple[Tensor, ...], Any]:
+    """``scan`` of a ``step(*tokens, w, state, key_mask)`` whose weights and states are values of any layout."""
+    (weights, layout), (numbers, fields) = tree_flatten(w), tree_flatten(before)
+
+    def flattened(tokens: Sequence[Any], weights: Sequence[Any], before: State) -> Any:
+        *tokens, mask = tokens
+        mask = None if mask is None else mask[..., 0]
+        rows, after = step(*tokens, tree_unflatten(weights, layout), tree_unflatten(before, fields), mask)
+        return rows, tuple(tree_flatten(after)[0])
+
+    column = None if key_mask is None else key_mask[..., None]
+    rows, numbers = scan(flattened, [*tokens, column], weights, tuple(numbers), size=size)
+    return rows, tree_unflatten(numbers, fields)
 
 
 def worthwhile(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -95,11 +210,3 @@ def _before(self: Any, k: Tensor, v: Tensor, w: Any) -> Any:
     unseen = torch.zeros(*k.shape[:-3], 1, 1, dtype=torch.bool, device=k.device)
     with torch.no_grad():
         return self.summarise_keys(k[..., :1, :], v[..., :1, :], w, key_mask=unseen)
-
-
-def _column(key_mask: Tensor | None) -> Tensor | None:
-    return None if key_mask is None else key_mask[..., None]
-
-
-def _row(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask[..., 0]

@@ -69,16 +69,13 @@ def damped(
     return W * factor.sqrt(), bias
 
 
-def positive(
-    x: Tensor, W: Tensor, bias: Tensor | None = None, *, hyperbolic: bool = False, factor: float | None = None
-) -> Logs:
+def positive(x: Tensor, W: Tensor, bias: Tensor | None = None, *, factor: float | None = None) -> Logs:
     """``m^(-1/2) exp(w . x - ||x||^2 / 2 + bias)``: FAVOR+'s features (arXiv 2009.14794, Lemma 1) where bias is None.
 
-    ``hyperbolic`` adds those of -W, 2m in all, with m^(-1/2) turned into (2m)^(-1/2); ``bias`` (..., 1, m or 2m).
-    ``factor``: another logarithm than that of m^(-1/2).
+    ``bias`` is (..., 1, m), and ``factor`` another logarithm than that of m^(-1/2).
     """
-    x, W = clamp(x), W.to(x.dtype)
-    z = by_head(x, (torch.cat([W, -W], -2) if hyperbolic else W).mT)
+    x = clamp(x)
+    z = by_head(x, W.to(x.dtype).mT)
     if bias is not None:
         z = z + bias.to(x.dtype)
     factor = -math.log(z.shape[-1]) / 2 if factor is None else factor

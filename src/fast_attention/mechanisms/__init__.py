@@ -12,14 +12,14 @@ from fast_attention.mechanisms.linear.favor import Favor as Favor
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus as FavorPlus
 from fast_attention.mechanisms.linear.favor_plus_plus import FavorPlusPlus as FavorPlusPlus
 from fast_attention.mechanisms.linear.learned_features import LearnedFeatures as LearnedFeatures
-from fast_attention.mechanisms.linear.t2r import T2R as T2R
+from fast_attention.mechanisms.linear.learned_features import T2R as T2R
 from fast_attention.mechanisms.linear.cosformer import CosFormer as CosFormer
 from fast_attention.mechanisms.dense.linformer import Linformer as Linformer
 from fast_attention.mechanisms.dense.nystrom import Nystrom as Nystrom
 from fast_attention.mechanisms.sparse.local import Local as Local
 from fast_attention.mechanisms.sparse.block_local import BlockLocal as BlockLocal
 from fast_attention.mechanisms.sparse.local2d import Local2d as Local2d
-from fast_attention.mechanisms.sparse.block_local2d import BlockLocal2d as BlockLocal2d
+from fast_attention.mechanisms.sparse.local2d import BlockLocal2d as BlockLocal2d
 from fast_attention.mechanisms.sparse.bigbird import BigBird as BigBird
 from fast_attention.mechanisms.sparse.selected import Selected as Selected
 from fast_attention.mechanisms.lsh.lsh import LSH as LSH

@@ -4,7 +4,6 @@ tokens, joined by their normalisers (``core/source/hybrid.h``).
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,28 +13,19 @@ from torch.nn.functional import pad
 
 from fast_attention.engine import offsets, operation, tiles, trace
 from fast_attention.engine.offsets import Positions
-from fast_attention.engine.operation import Fast, Operation
+from fast_attention.engine.operation import Fast, NotServed, Operation
 from fast_attention.engine.precision import widen
 from fast_attention.engine.tiles import four_axes
-from fast_attention.feature_maps.feature_map import FeatureMap
 from fast_attention.mechanisms.hybrid import reference
-from fast_attention.mechanisms.linear.compiled import (
-    EXPONENTIAL,
-    gradients_of_weights,
-    number_of,
-    parts_of_weights,
-)
-from fast_attention.mechanisms.linear.kernelised import CoreMap, TokenMap
-from fast_attention.mechanisms.linear.random_feature_map import POSITIVE, Heads
+from fast_attention.mechanisms.linear.compiled import gradients_of_weights, parts_of_weights
+from fast_attention.mechanisms.linear.core_map import EXPONENTIAL, CoreMap
+from fast_attention.mechanisms.linear.kernelised import per_token
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 
 PATH = f"{trace.CORE}: near keys in tiles, far ones as sums of features"
 
 
-class OutOfRangeError(ArithmeticError):
-    """Outputs are not finite."""
-
-
+NOT_FINITE = "outputs that are not finite"
 MOST = 2**21  # sums of a head, 8 MiB, that stay in memory of the thread that makes them
 
 
@@ -45,7 +35,7 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, maps: CoreMap | None) ->
         return why
     if maps is None:
         return "features that the core does not make"
-    wide = any(x is not None and x.dtype == torch.float64 for x in maps[1:])
+    wide = any(x is not None and x.dtype == torch.float64 for x in maps[2:])
     return "weights of more than 32 bits" if wide else ""
 
 
@@ -63,19 +53,15 @@ def attend(
     bias: Positions | None,
     learned: Float[Tensor, "heads"] | None,
 ) -> Float[Tensor, "*batch length values"]:
-    """Outputs over near keys, far ones and sink tokens at the positions ``sinks``, which ``others`` leaves out.
-
-    Raises:
-        OutOfRangeError: Not all of them are finite.
-    """
+    """Outputs over near keys, far ones and sink tokens at the positions ``sinks``, which ``others`` leaves out."""
     extra = max(q.shape[-2] - k.shape[-2], 0) if is_causal else 0  # queries that see nothing
     low, high = -(near.before + 1) * near.block_size + 1, (near.after + 1) * near.block_size - 1
     numbers = offsets.between(bias, low, high - low + 1, q)[0]
     batch_shape = q.shape[:-2]
-    rows = (None if x is None else x.expand(*batch_shape, *x.shape[-2:]) for x in widen(maps[1:]))
+    rows = (None if x is None else x.expand(*batch_shape, *x.shape[-2:]) for x in widen(maps[2:]))
     out = _HYBRID(
         q[..., extra:, :], k, v, key_mask if numbers is None else others, others, sinks, numbers, learned, *rows,
-        near=near, map=maps.map, first=low + k.shape[-2] - q.shape[-2] + extra, is_causal=is_causal,
+        near=near, **maps.settings, first=low + k.shape[-2] - q.shape[-2] + extra, is_causal=is_causal,
     )  # fmt: skip
     return pad(out, (0, 0, extra, 0)) if extra else out
 
@@ -83,23 +69,15 @@ def attend(
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, others: Tensor, position: Tensor, numbers: Tensor | None,
     learned: Tensor | None, rows: Tensor | None, key_rows: Tensor | None, bias: Tensor | None,
-    *, near: BlockLocal, map: FeatureMap | None, first: int, is_causal: bool,
+    *, near: BlockLocal, number: int, offset: float, first: int, is_causal: bool,
 ) -> Tensor:  # fmt: skip
-    dtype = q.dtype
-    q, k, v = widen((q, k, v))
 
-    def of(some: Tensor | None, factor: float, known: FeatureMap | None = map) -> TokenMap:
-        if known is not None:
-            return lambda x: known.features(x).per_token()
-        assert some is not None
-        return lambda x: POSITIVE.plain(x, Heads(some, bias), factor).per_token()
-
-    pair = of(rows, 0.0 if rows is None else -math.log(rows.shape[-2])), of(key_rows, 0.0)
+    maps = CoreMap(number, offset, rows, key_rows, bias).maps(unbiased=True)
     sinks = reference.SinkTokens.at(position, k, v)
     return reference.attend(
-        q, k, v, others, sinks, near, pair, start=k.shape[-2] - q.shape[-2], is_causal=is_causal,
+        q, k, v, others, sinks, near, per_token(maps), start=k.shape[-2] - q.shape[-2], is_causal=is_causal,
         bias=_positions(numbers, near), learned_sinks=learned,
-    ).to(dtype)  # fmt: skip
+    )  # fmt: skip
 
 
 def _positions(numbers: Tensor | None, near: BlockLocal) -> Positions | None:
@@ -113,7 +91,7 @@ def _positions(numbers: Tensor | None, near: BlockLocal) -> Positions | None:
 def _call(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, others: Tensor, position: Tensor, numbers: Tensor | None,
     learned: Tensor | None, rows: Tensor | None, key_rows: Tensor | None, bias: Tensor | None,
-    *, near: BlockLocal, map: FeatureMap | None, first: int, is_causal: bool,
+    *, near: BlockLocal, number: int, offset: float, first: int, is_causal: bool,
 ) -> list[Any]:  # fmt: skip
     """Arguments that both passes are given."""
     batch_shape, (length, keys) = q.shape[:-2], (q.shape[-2], k.shape[-2])
@@ -126,7 +104,6 @@ def _call(
     weights = [None if x is None else four_axes(x) for x in (rows, key_rows, bias)]
     weights[2] = None if weights[2] is None else weights[2][..., 0, :]
     plan = tiles.blocks(length, keys, near.block_size, near.before, near.after, is_causal)
-    number, offset = number_of(map)
     place = [near.block_size, near.before, near.after, int(is_causal), number]
     tokens, factor = (four_axes(x) for x in (q, k, v)), float(q.shape[-1] ** -0.5)
     return [*tokens, seen, summed, ends, *terms, plan.tiles, plan.ranges, *weights, first, factor, place, offset]
@@ -163,7 +140,7 @@ def _forward(*arguments: Any, keep: bool, **settings: Any) -> tuple[Tensor, tupl
     states = memory(sizes.sums) if keep or not sizes.of_threads(sizes.sums) else None
     saved = out, sums, memory(planes, sizes.heads, q.shape[-2]), states
     if not torch.ops.fast_attention_core.hybrid_forward(*call, *saved):
-        raise OutOfRangeError
+        raise NotServed(NOT_FINITE)
     return out.to(q.dtype).view(*q.shape[:-1], v.shape[-1]), (saved if keep else ())  # type: ignore[return-value]
 
 
@@ -201,4 +178,13 @@ def _backward(
     return *d_tokens, None, None, None, d_numbers, d_learned, *d_weights
 
 
-_HYBRID = Operation(_plain, cpu=Fast(_forward, _backward))
+def _why(*tensors: Any, near: BlockLocal, **settings: Any) -> str:
+    return f"{near!r} leaves keys out"
+
+
+_HYBRID = Operation(
+    _plain,
+    cpu=Fast(_forward, _backward, halves=True, path=PATH, why=_why),
+    compute=torch.float32,
+    path="near keys exact, far ones as sums of features",
+)

@@ -31,7 +31,6 @@ from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.hybrid import compiled, gpu, reference
-from fast_attention.mechanisms.hybrid.compiled import OutOfRangeError
 from fast_attention.mechanisms.hybrid.reference import FarSums, SinkTokens, attend_near, block_sums
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
@@ -226,13 +225,7 @@ class Hybrid(Attention[Any, HybridState]):
         sinks, others = SinkTokens.positions(visible, first=self.first, last=0 if is_causal else self.last)
         q = q if self.near.scale is None else self.scaled(widen(q))
         places: Any = {"is_causal": is_causal, "bias": bias, "learned": learned}
-        try:
-            out = compiled.attend(q, k, v, key_mask, others, sinks, self.near, maps, **places)
-        except OutOfRangeError:
-            return "outputs that are not finite"
-        if trace.asked():
-            trace.record(compiled.PATH, f"{self.near!r} leaves keys out")
-        return out.to(v.dtype)
+        return compiled.attend(q, k, v, key_mask, others, sinks, self.near, maps, **places).to(v.dtype)
 
     def _sink_tokens(
         self, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool

@@ -16,14 +16,11 @@ from torch.nn import functional as F
 from fast_attention import core
 from fast_attention.engine.heads import several
 from fast_attention.engine.operation import HALVES_AND_SINGLE, NotServed
-from fast_attention.feature_maps.feature_map import FeatureMap
-from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
-from fast_attention.mechanisms.linear.random_feature_map import RandomFeatureMap
+from fast_attention.mechanisms.linear.core_map import EXPONENTIAL as EXPONENTIAL
+from fast_attention.mechanisms.linear.core_map import TRIGONOMETRIC as TRIGONOMETRIC
 
 SECTION = 256  # tokens of one item of work
 PATH = "compiled core, sums over sections"
-NUMBERS = {EluPlusOne: 0, Relu: 1, Identity: 2}  # of maps inside, as ``gpu.maps`` has them
-EXPONENTIAL, TRIGONOMETRIC = 3, 4
 Arguments = tuple[Tensor | None, ...]
 
 
@@ -41,22 +38,6 @@ class Inputs(NamedTuple):
     z: Tensor | None = None
     log_scale: Tensor | None = None
     log_decay: Tensor | None = None  # logarithms of decays (..., L, 1), or (..., L, C) for every feature
-
-
-def code(phi: FeatureMap) -> dict[str, Any]:
-    """The settings that name a map inside."""
-    number, offset = number_of(phi)
-    return {"number": number, "offset": offset}
-
-
-def random(phi: RandomFeatureMap) -> dict[str, Any]:
-    """The settings that name random features."""
-    return {"number": EXPONENTIAL if phi.exponential else TRIGONOMETRIC, "offset": 0.0, "eps": 0.0}
-
-
-def number_of(map: FeatureMap | None) -> tuple[int, float]:
-    """Number of a map that the core makes, and what it adds; exponentials are None."""
-    return (EXPONENTIAL, 0.0) if map is None else (NUMBERS[type(map)], float(getattr(map, "offset", 0.0)))
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *others: Tensor | None, **settings: Any) -> str:

@@ -17,11 +17,20 @@ from fast_attention.engine.tracing import symbolic, traced
 from fast_attention.feature_maps.feature_map import Elementwise, Features
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import compiled, decayed_sums, gpu, linear_state, reference, sums
-from fast_attention.mechanisms.linear.decayed_sums import DecayedState
+from fast_attention.mechanisms.linear import gpu, linear_state, reference, sums
+from fast_attention.mechanisms.linear.core_map import CoreMap
 from fast_attention.mechanisms.linear.linear_state import Sums
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least, one_of
+
+
+class DecayedState(NamedTuple):
+    """Sums over all tokens so far, ``exp(log_scale)`` times ``kv`` and ``k``, and the decay over all of them."""
+
+    kv: Float[Tensor, "*batch C values"]
+    k: Float[Tensor, "*batch C"]
+    log_scale: Float[Tensor, "*batch 1"]
+    log_decay: Float[Tensor, "*batch decays"]
 
 
 class Gates(NamedTuple):
@@ -97,19 +106,20 @@ def decayed_linear_attention(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
-    eps: float, is_causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, is_causal: bool,
+    **settings: Any,
 ) -> Tensor:  # fmt: skip
-    if not is_causal or type(phi) not in compiled.NUMBERS:
-        return _of_features(q, k, v, log_decay, key_mask, phi=phi, normalize=normalize, eps=eps, is_causal=is_causal)
-    return _causal(q, k, v, log_decay, key_mask, phi=phi, normalize=normalize, eps=eps)
+    core_map = CoreMap.of(phi)
+    if not is_causal or core_map is None:
+        return _of_features(q, k, v, log_decay, key_mask, phi=phi, is_causal=is_causal, **settings)
+    return _causal(q, k, v, log_decay, key_mask, core_map, **settings)
 
 
 def _causal(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
-    eps: float,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, core_map: CoreMap = sums.PLAIN, *,
+    normalize: bool = False, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    settings: Any = {**compiled.code(phi), "normalize": normalize, "eps": float(eps), "is_causal": True}
+    settings: Any = {**core_map.settings, "normalize": normalize, "eps": float(eps), "is_causal": True}
     return sums.attend(q, k, v, key_mask, *[None] * 6, columns(log_decay, k), **settings)
 
 
@@ -121,7 +131,7 @@ def _of_features(
     """Outputs by features that are made here; not causal, over keys on both sides of a query."""
     q, k = phi(q), phi(masks.drop(k, key_mask))
     if is_causal:
-        return _causal(q, k, v, log_decay, key_mask, phi=Identity(), normalize=normalize, eps=eps)
+        return _causal(q, k, v, log_decay, key_mask, normalize=normalize, eps=eps)
     values = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalize else v
     out, scale = None, v.new_ones(1)
     if not operation.unsupported_reason(q, k, v):
@@ -136,10 +146,10 @@ def _of_features(
 
 
 def _advance(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, state: DecayedState | None, *,
-    phi: FeatureMap, normalize: bool, eps: float,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, state: DecayedState | None,
+    core_map: CoreMap = sums.PLAIN, *, normalize: bool, eps: float,
 ) -> tuple[Tensor, DecayedState]:  # fmt: skip
-    settings: Any = {**compiled.code(phi), "normalize": normalize, "eps": float(eps), "is_causal": True}
+    settings: Any = {**core_map.settings, "normalize": normalize, "eps": float(eps), "is_causal": True}
     logs, before = columns(log_decay, k), (None, None, None) if state is None else state[:3]
     out, kv, z, log_scale = sums.advance(q, k, v, key_mask, None, None, None, *before, logs, **settings)
     over_all = logs[..., 0, :] if not symbolic() and q.shape[-2] == 1 else logs.sum(-2, dtype=torch.float64)
@@ -152,8 +162,7 @@ def _advance_features(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, state: DecayedState | None, *,
     phi: FeatureMap, **settings: Any,
 ) -> tuple[Tensor, DecayedState]:  # fmt: skip
-    q, k = phi(q), phi(masks.drop(k, key_mask))
-    return _advance(q, k, v, log_decay, key_mask, state, phi=Identity(), **settings)
+    return _advance(phi(q), phi(masks.drop(k, key_mask)), v, log_decay, key_mask, state, **settings)
 
 
 def _both_sides(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -161,15 +170,14 @@ def _both_sides(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Te
 
     Channels that decay by themselves fade in the queries.
     """
-    settings: Any = {"phi": Identity(), "normalize": False, "eps": 0.0}
-    left = _causal(q, k, v, log_decay, key_mask, **settings)
+    left = _causal(q, k, v, log_decay, key_mask)
     by_channel = log_decay.ndim == k.ndim
     axis = -2 if by_channel else -1
     to_next = _next(log_decay, axis)
     decay_factor = columns(to_next.exp(), k)
     mask = None if key_mask is None else _next(key_mask, -1).flip(-1)
     q, k, v = (x.flip(-2) for x in (q * decay_factor if by_channel else q, _next(k, -2), _next(v, -2)))
-    right = _causal(q, k, v, _next(to_next, axis).flip(axis), mask, **settings).flip(-2)
+    right = _causal(q, k, v, _next(to_next, axis).flip(axis), mask).flip(-2)
     return left + (right if by_channel else right * decay_factor)
 
 
@@ -181,7 +189,7 @@ def _next(x: Tensor, dim: int) -> Tensor:
 
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, lengths: tuple[int, ...], key_mask: Tensor | None, *,
-    phi: FeatureMap, normalize: bool, eps: float, is_causal: bool,
+    phi: FeatureMap, normalize: bool, is_causal: bool, **settings: Any,
 ) -> Tensor | None:  # fmt: skip
     """Outputs of sequences one behind another, by kernels: nothing passes to where one begins, nor back from there.
 
@@ -189,11 +197,11 @@ def attend_packed(
     """
     if log_decay.ndim == k.ndim:
         return None
-    logs = gpu.begun(log_decay, lengths)
-    known = compiled.code(phi if type(phi) in compiled.NUMBERS else Identity())
-    if gpu.serves(q, k, v, key_mask, *[None] * 6, logs[..., None], **known, normalize=normalize and is_causal):
+    logs, core_map = gpu.begun(log_decay, lengths), CoreMap.of(phi) or sums.PLAIN
+    states = [None] * 6
+    if gpu.serves(q, k, v, key_mask, *states, logs[..., None], **core_map.settings, normalize=normalize and is_causal):
         return None
-    return _attend(q, k, v, logs, key_mask, phi=phi, normalize=normalize, eps=eps, is_causal=is_causal)
+    return _attend(q, k, v, logs, key_mask, phi=phi, normalize=normalize, is_causal=is_causal, **settings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -293,16 +301,23 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Gates, state: DecayedState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, DecayedState]:
         """Outputs of the new tokens, and the sums up to their end."""
-        advance = _advance if type(self.feature_map) in compiled.NUMBERS else _advance_features
-        return advance(q, k, v, decay(k, w, key_mask).logs, key_mask, state, **self._settings)
+        logs, core_map = decay(k, w, key_mask).logs, CoreMap.of(self.feature_map)
+        if core_map is None:
+            return _advance_features(q, k, v, logs, key_mask, state, **self._settings)
+        return _advance(q, k, v, logs, key_mask, state, core_map, normalize=self.normalize, eps=self.eps)
 
     @in_float32
     def summarise_keys(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:
         """The sums over some tokens, and how much these decay what was before them."""
-        log_decay = columns(decay(k, w, key_mask).logs, k)
         keys = reference.masked_keys(lambda x: Features(self.feature_map(x)), k, key_mask)
-        return decayed_sums.summarise(keys, v, log_decay)
+        log_scale, reached = reference.log_scale(keys), columns(decay(k, w, key_mask).logs, k).double().cumsum(-2)
+        rescale = (reached[..., -1:, :] - reached).exp().to(v.dtype)
+        scaled = keys.values * (-log_scale).exp()[..., None] * rescale
+        return DecayedState(scaled.mT @ v, scaled.sum(-2), log_scale, reached[..., -1, :].to(v.dtype))
 
     def merge_states(self, earlier: DecayedState, later: DecayedState) -> DecayedState:
         """The sums over neighbouring tokens."""
-        return decayed_sums.combine(earlier, later)
+        log_scale = torch.maximum(earlier.log_scale, later.log_scale)
+        a, b = (earlier.log_scale - log_scale + later.log_decay).exp(), (later.log_scale - log_scale).exp()
+        kv = a[..., None] * earlier.kv + b[..., None] * later.kv
+        return DecayedState(kv, a * earlier.k + b * later.k, log_scale, earlier.log_decay + later.log_decay)

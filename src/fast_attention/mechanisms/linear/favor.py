@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,10 +17,9 @@ from fast_attention.engine.scan import cummax
 from fast_attention.feature_maps.features import Features
 from fast_attention.feature_maps.random_features import draw, trigonometric
 from fast_attention.mechanism import Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import linear_state, reference, sums
-from fast_attention.mechanisms.linear.kernelised import Map, RandomKernelised
+from fast_attention.mechanisms.linear import linear_state, reference
+from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums
-from fast_attention.mechanisms.linear.random_feature_map import SINCOS, Heads, RandomFeatureMap
 from fast_attention.traits import PLAIN
 from fast_attention.value import at_least, one_of
 
@@ -44,37 +43,34 @@ def favor_attention(
     are estimates of positive numbers and may come out negative: ``clamp`` (see ``Favor``). A query that sees nothing
     gets zeros.
     """
-    if phase is None and clamp is None:
-        return sums.of_random_features(SINCOS, Heads(projection), q, k, v, is_causal=is_causal, key_mask=key_mask)
-    return _plain(q, k, v, projection, phase, clamp=clamp, is_causal=is_causal, key_mask=key_mask)
+    mechanism = Favor(clamp=clamp)
+    return mechanism.attend(q, k, v, TrigonometricWeights(projection, phase), is_causal=is_causal, key_mask=key_mask)
 
 
 @in_float32
-def _plain(
-    q: Tensor, k: Tensor, v: Tensor, projection: Tensor, phase: Tensor | None, *, clamp: float | None, is_causal: bool,
-    key_mask: Tensor | None,
-) -> Tensor:  # fmt: skip
-    phi = _map(projection, phase)
+def _clamped(
+    q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, state: LinearState | None, key_mask: Tensor | None,
+    clamp: float, *, is_causal: bool, advances: bool = False,
+) -> tuple[Tensor, LinearState | None]:  # fmt: skip
+    """Outputs, and with ``advances`` the state after the tokens."""
+    phi = _map(*w)
     keys = reference.masked_keys(phi, k, key_mask)
-    sums = reference.attend(phi(q).values, keys, v, is_causal=is_causal)
-    if clamp is not None:
-        assert keys.log_scale is not None
+    state = linear_state.empty(keys, v) if advances and state is None else state
+    sums, after = reference.attend_behind(phi(q).values, keys, v, state, is_causal=is_causal)
+    assert keys.log_scale is not None
+    if is_causal:
+        largest = F.pad(cummax(keys.log_scale, -1), (q.shape[-2] - k.shape[-2], 0))
+        largest = largest if state is None else torch.maximum(largest, state.log_scale)
+    else:
         largest = keys.log_scale.amax(-1, keepdim=True)
-        if is_causal:
-            largest = F.pad(cummax(keys.log_scale, -1), (q.shape[-2] - k.shape[-2], 0))
-        sums = _clamped(sums, largest, projection, phase, clamp)
-    return linear_state.normalise(sums)
+    # the sums lack the features' factor, 1/m or 2/m, and are over e^largest, held fixed under differentiation
+    rows = w.projection.shape[-2] / (1 if w.phase is None else 2)
+    least = clamp * rows * (largest - largest.detach()).exp()
+    return linear_state.normalise(Sums(sums.numerator, torch.maximum(sums.denominator, least))), after
 
 
 def _map(projection: Tensor, phase: Tensor | None) -> Callable[[Tensor], Features]:
     return lambda x: trigonometric(x * x.shape[-1] ** -0.25, projection, phase)
-
-
-def _clamped(sums: Sums, largest: Tensor, projection: Tensor, phase: Tensor | None, clamp: float) -> Sums:
-    # the sums lack the features' factor, 1/m or 2/m, and are over e^largest, held fixed under differentiation
-    rows = projection.shape[-2] if phase is None else projection.shape[-2] / 2
-    least = clamp * rows * (largest - largest.detach()).exp()
-    return Sums(sums.numerator, torch.maximum(sums.denominator, least))
 
 
 class TrigonometricWeights(NamedTuple):
@@ -85,7 +81,7 @@ class TrigonometricWeights(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Favor(RandomKernelised[TrigonometricWeights]):
+class Favor(Kernelised[TrigonometricWeights]):
     """Unbiased estimates of the exponentials from sines and cosines: good for short queries and keys only.
 
     Where ``||q||^2`` is near ``sqrt(width)`` or below, these features beat positive ones; at unit scale (``||q||^2``
@@ -136,13 +132,13 @@ class Favor(RandomKernelised[TrigonometricWeights]):
         phase = 2 * math.pi * torch.rand(shape.heads, self.num_features) if phased else None
         return TrigonometricWeights(projection, phase)
 
-    def features_of(self, w: TrigonometricWeights) -> tuple[RandomFeatureMap, Heads] | None:
+    def core_map(self, w: TrigonometricWeights) -> CoreMap | None:
         """Sines and cosines of the same rows, unless there is a phase or a clamp."""
-        return (SINCOS, Heads(w.projection)) if self.clamp is None and w.phase is None else None
+        return CoreMap.trigonometric(w.projection) if self.clamp is None and w.phase is None else None
 
     def maps(self, w: TrigonometricWeights) -> tuple[Map, Map]:
         """The maps of queries and of keys, with the factor 1 / m of sines and cosines with the queries."""
-        if self.features_of(w) is not None:
+        if self.core_map(w) is not None:
             return super().maps(w)
         phi = _map(*w)
         return phi, phi
@@ -156,32 +152,19 @@ class Favor(RandomKernelised[TrigonometricWeights]):
         self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """``favor_attention`` with these settings."""
-        masks: Any = {"is_causal": is_causal, "key_mask": key_mask}
         if self.clamp is None:
-            return super().attend(q, k, v, w, **masks)
-        return favor_attention(q, k, v, *w, clamp=self.clamp, **masks)
+            return super().attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+        return _clamped(q, k, v, w, None, key_mask, self.clamp, is_causal=is_causal)[0]
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, state: LinearState | None, *,
         key_mask: Tensor | None,
     ) -> tuple[Tensor, LinearState]:  # fmt: skip
         """Outputs of the new tokens, and the sums over all keys up to their end."""
-        if self.clamp is not None and state is not None and torch.is_grad_enabled() and state.k.requires_grad:
-            raise Unsupported(f"{self!r}: a state holds the clamp's unit without a gradient; detach it, or use no_grad")
         if self.clamp is None:
             return super().advance(q, k, v, w, state, key_mask=key_mask)
-        return _clamped_advance(q, k, v, w, state, key_mask, self.clamp)
-
-
-@in_float32
-def _clamped_advance(
-    q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, state: LinearState | None, key_mask: Tensor | None,
-    clamp: float,
-) -> tuple[Tensor, LinearState]:  # fmt: skip
-    phi = _map(*w)
-    keys = reference.masked_keys(phi, k, key_mask)
-    sums, after = reference.advance(phi(q).values, keys, v, state)
-    assert keys.log_scale is not None
-    largest = keys.log_scale.cummax(-1).values
-    largest = largest if state is None else torch.maximum(largest, state.log_scale)
-    return linear_state.normalise(_clamped(sums, largest, *w, clamp)), after
+        if state is not None and torch.is_grad_enabled() and state.k.requires_grad:
+            raise Unsupported(f"{self!r}: a state holds the clamp's unit without a gradient; detach it, or use no_grad")
+        out, after = _clamped(q, k, v, w, state, key_mask, self.clamp, is_causal=True, advances=True)
+        assert after is not None
+        return out, after

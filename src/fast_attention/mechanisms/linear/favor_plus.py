@@ -9,13 +9,12 @@ from typing import Literal, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine.precision import in_float32
-from fast_attention.feature_maps.features import FeatureMap, as_feature_map
+from fast_attention.feature_maps.feature_map import FeatureMap, Features, Logs
+from fast_attention.feature_maps.features import as_feature_map
 from fast_attention.feature_maps.random_features import draw, generalised
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear import reference, sums
-from fast_attention.mechanisms.linear.kernelised import Map, RandomKernelised
-from fast_attention.mechanisms.linear.random_feature_map import HYPERBOLIC, POSITIVE, Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear import sums
+from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised, Map
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least, one_of
 
@@ -38,11 +37,10 @@ def favor_plus_attention(
     Stabilised by a running maximum, without any epsilon: no key moves a query before it. A query that sees nothing
     gets zeros.
     """
-    phi = HYPERBOLIC if hyperbolic else POSITIVE
-    return sums.of_random_features(phi, Heads(projection), q, k, v, is_causal=is_causal, key_mask=key_mask)
+    core_map = CoreMap.exponential(projection, hyperbolic=hyperbolic)
+    return sums.of_map(core_map, q, k, v, key_mask, is_causal=is_causal)
 
 
-@in_float32
 def generalised_attention(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
@@ -59,13 +57,8 @@ def generalised_attention(
     arXiv 2009.14794, section 2.2, x = q / width^(1/4), y = k / width^(1/4); G sums ``phi(k_j) v_j^T`` and g
     ``phi(k_j)`` over the keys that query i may see. A query that sees nothing gets zeros.
     """
-
-    phi = _generalised_map(projection, kernel, kernel_epsilon)
-    return sums.of_features(phi(q), reference.masked_keys(phi, k, key_mask), v, is_causal=is_causal)
-
-
-def _generalised_map(projection: Tensor, kernel: FeatureMap, epsilon: float) -> Map:
-    return lambda x: generalised(x * x.shape[-1] ** -0.25, projection, kernel, epsilon)
+    mechanism = FavorPlus(kernel=kernel, kernel_epsilon=kernel_epsilon)
+    return mechanism.attend(q, k, v, Projection(projection), is_causal=is_causal, key_mask=key_mask)
 
 
 class Projection(NamedTuple):
@@ -75,7 +68,7 @@ class Projection(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class FavorPlus(RandomKernelised[Projection]):
+class FavorPlus(Kernelised[Projection]):
     """Unbiased estimates of the exponentials from positive random features: linear time, a state of constant size.
 
     The error falls as 1/m and grows fast with the norms of queries and keys: small where ``||q||^2`` stays near
@@ -131,15 +124,21 @@ class FavorPlus(RandomKernelised[Projection]):
         settings = {"orthogonal": self.orthogonal, "regularised": self.regularised}
         return Projection(draw(shape.heads, self.num_features, shape.head_dim, **settings))
 
-    def features_of(self, w: Projection) -> tuple[RandomFeatureMap, Heads] | None:
+    def core_map(self, w: Projection) -> CoreMap | None:
         """Positive features, unless a kernel is given; one projection serves queries and keys."""
-        return None if self.kernel is not None else (RandomFeatureMap(self.features), Heads(w.projection))
+        if self.kernel is not None:
+            return None
+        return CoreMap.exponential(w.projection, hyperbolic=self.features == "hyperbolic")
 
     def maps(self, w: Projection) -> tuple[Map, Map]:
         """One map for both, unless the factors that its own normaliser cancels are with the queries."""
-        if not isinstance(self.kernel, FeatureMap):
+        kernel = self.kernel
+        if not isinstance(kernel, FeatureMap):
             return super().maps(w)
-        phi = _generalised_map(w.projection, self.kernel, self.kernel_epsilon)
+
+        def phi(x: Tensor) -> Features | Logs:
+            return generalised(x * x.shape[-1] ** -0.25, w.projection, kernel, self.kernel_epsilon)
+
         return phi, phi
 
     @property

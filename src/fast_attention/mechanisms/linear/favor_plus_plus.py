@@ -14,8 +14,7 @@ from fast_attention.engine.precision import widen
 from fast_attention.feature_maps.random_features import damped, draw
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import sums
-from fast_attention.mechanisms.linear.kernelised import RandomKernelised
-from fast_attention.mechanisms.linear.random_feature_map import POSITIVE, Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
@@ -38,8 +37,7 @@ def favor_plus_plus_attention(
     ``exp(x . y)`` for every damping of at least 0; with 0 this is ``favor_plus_attention``. Stabilised by a running
     maximum, without any epsilon: no key moves a query before it. A query that sees nothing gets zeros.
     """
-    heads = _heads(DampedProjection(projection, damping))
-    return sums.of_random_features(POSITIVE, heads, q, k, v, is_causal=is_causal, key_mask=key_mask)
+    return sums.of_map(_damped(DampedProjection(projection, damping)), q, k, v, key_mask, is_causal=is_causal)
 
 
 def optimal_damping(
@@ -97,12 +95,13 @@ class DampedProjection(NamedTuple):
     damping: Float[Tensor, "heads"]
 
 
-def _heads(w: DampedProjection) -> Heads:
-    return Heads(*damped(*widen(w)))
+def _damped(w: DampedProjection) -> CoreMap:
+    rows, bias = damped(*widen(w))
+    return CoreMap.exponential(rows, bias=bias)
 
 
 @dataclass(frozen=True, repr=False)
-class FavorPlusPlus(RandomKernelised[DampedProjection]):
+class FavorPlusPlus(Kernelised[DampedProjection]):
     """``FavorPlus`` with features of least variance for given queries and keys: unbiased too, and bounded.
 
     Each row's exponential is damped by its length; by how much follows from the mean of ``||q + k||^2`` of a head.
@@ -157,6 +156,6 @@ class FavorPlusPlus(RandomKernelised[DampedProjection]):
         self.check(self.traits, q, k, k, False, key_mask)
         return w._replace(damping=optimal_damping(q, k, key_mask=key_mask).to(w.damping))
 
-    def features_of(self, w: DampedProjection) -> tuple[RandomFeatureMap, Heads]:
+    def core_map(self, w: DampedProjection) -> CoreMap:
         """Positive features of damped rows; one projection serves queries and keys."""
-        return POSITIVE, _heads(w)
+        return _damped(w)

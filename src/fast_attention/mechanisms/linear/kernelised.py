@@ -8,73 +8,103 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.precision import in_float32
-from fast_attention.feature_maps.feature_map import FeatureMap, Features
+from fast_attention.feature_maps.feature_map import Features
 from fast_attention.feature_maps.feature_map import Map as Map
 from fast_attention.mechanism import Attention, W
-from fast_attention.mechanisms.linear import compiled, gpu, linear_state, reference, sums
+from fast_attention.mechanisms.linear import gpu, linear_state, reference, sums
+from fast_attention.mechanisms.linear.core_map import CoreMap as CoreMap
 from fast_attention.mechanisms.linear.linear_state import LinearState
-from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
 TokenMap = Callable[[Tensor], Features]  # features with one log scale for each token
 
 
-class CoreMap(NamedTuple):
-    """A pair of maps as the compiled core makes them: number by number, or exponentials of products with rows."""
-
-    map: FeatureMap | None  # None: exponentials
-    rows: Tensor | None = None  # (..., H, C, d), of queries
-    key_rows: Tensor | None = None
-    bias: Tensor | None = None  # (..., H, 1, C), added to exponents
+def per_token(maps: tuple[Map, Map]) -> tuple[TokenMap, TokenMap]:
+    """Maps of queries and keys, each over a token's largest feature."""
+    queries, keys = maps
+    return (lambda x: queries(x).per_token()), (lambda x: keys(x).per_token())
 
 
 class Kernelised(Attention[W, LinearState]):
     """An attention with weights ``phi_q(q_i) . phi_k(k_j)``: linear time, a state of constant size.
 
-    A subclass defines ``maps``; it overrides ``attend`` and ``advance`` where it has faster forms of the same sums.
+    A subclass defines ``core_map``, or ``maps`` where it gives None; and ``eps``, added to the denominators.
     """
 
+    eps: float = 0.0
+
     @abstractmethod
+    def core_map(self, w: W) -> CoreMap | None:
+        """The maps as operations make them; None where they do not."""
+
     def maps(self, w: W) -> tuple[Map, Map]:
         """The maps of queries and of keys, (..., H, n, d) to features (..., H, n, C), with weights ``w``.
 
         Where the mechanism estimates softmax, ``phi_q(q) . phi_k(k)`` stands for ``exp(q . k / sqrt(d))``, factors that
-        its own normaliser would cancel included; other kernels have their own scale.
+        its own normaliser would cancel included, which are with the queries; other kernels have their own scale.
         """
+        core_map = self.core_map(w)
+        assert core_map is not None
+        return core_map.maps(unbiased=True)
 
     def per_token(self, w: W) -> tuple[TokenMap, TokenMap]:
         """``maps`` over each token's largest feature, for sums with other weights than products of features."""
-        queries, keys = self.maps(w)
-        return (lambda x: queries(x).per_token()), (lambda x: keys(x).per_token())
-
-    def core_map(self, w: W) -> CoreMap | None:
-        """``maps`` as the compiled core makes them; None where it does not."""
-        return None
+        return per_token(self.maps(w))
 
     @property
     def signed(self) -> bool:
         """Whether a weight can be negative."""
         return False
 
-    @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Attention with this mechanism's maps."""
-        queries, keys = self.maps(w)
-        return sums.of_features(queries(q), reference.masked_keys(keys, k, key_mask), v, is_causal=is_causal)
+        core_map = self.core_map(w)
+        if core_map is None:
+            return self._of_features(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+        return sums.of_map(core_map, q, k, v, key_mask, eps=self.eps, is_causal=is_causal)
 
-    @in_chunks
     @in_float32
+    def _of_features(
+        self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        queries, keys = self.maps(w)
+        features = queries(q), reference.masked_keys(keys, k, key_mask)
+        return sums.of_features(*features, v, eps=self.eps, is_causal=is_causal)
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: W, lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Causal and from exponentials, by kernels: every sequence begins a chunk, and sums with it."""
+        core_map = self.core_map(w)
+        if not is_causal or core_map is None or core_map.rows is None:
+            return None
+        rows: Any = core_map[2:]
+        if gpu.serves(q, k, v, key_mask, *rows, number=core_map.number):
+            return None
+        return gpu.packed(q, k, v, key_mask, lengths, *rows)
+
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
+        core_map = self.core_map(w)
+        if core_map is None:
+            return self._advance_features(q, k, v, w, state, key_mask=key_mask)
+        return sums.advance_map(core_map, q, k, v, key_mask, state, eps=self.eps)
+
+    @in_chunks
+    @in_float32
+    def _advance_features(
+        self, q: Tensor, k: Tensor, v: Tensor, w: W, state: LinearState | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
         queries, keys = self.maps(w)
-        return sums.advance_features(queries(q), reference.masked_keys(keys, k, key_mask), v, state)
+        return sums.advance_features(queries(q), reference.masked_keys(keys, k, key_mask), v, state, eps=self.eps)
 
     @summed_in_chunks
     @in_float32
@@ -85,54 +115,3 @@ class Kernelised(Attention[W, LinearState]):
     def merge_states(self, earlier: LinearState, later: LinearState) -> LinearState:
         """The sums over two neighbouring chunks."""
         return linear_state.combine(earlier, later)
-
-
-class RandomKernelised(Kernelised[W]):
-    """A kernelised attention whose features are those of a ``RandomFeatureMap``, unless its settings say otherwise."""
-
-    @abstractmethod
-    def features_of(self, w: W) -> tuple[RandomFeatureMap, Heads] | None:
-        """The map, and its weights for every head; None for features of another kind, which ``maps`` makes."""
-
-    def maps(self, w: W) -> tuple[Map, Map]:
-        """The maps of queries and of keys; the factors that the normaliser cancels are with the queries."""
-        random = self.features_of(w)
-        assert random is not None
-        phi, heads = random
-        return (lambda x: phi.unbiased(x, heads)), (lambda x: phi.plain(x, heads.keys))
-
-    def core_map(self, w: W) -> CoreMap | None:
-        """Exponentials."""
-        random = self.features_of(w)
-        if random is None or not random[0].exponential:
-            return None
-        return CoreMap(None, *random[0].rows(random[1]))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """Attention from these features."""
-        random = self.features_of(w)
-        if random is None:
-            return super().attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
-        return sums.of_random_features(*random, q, k, v, is_causal=is_causal, key_mask=key_mask)
-
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, w: W, lengths: tuple[int, ...], *, is_causal: bool,
-        key_mask: Tensor | None,
-    ) -> Tensor | None:  # fmt: skip
-        """Causal, by kernels: every sequence begins a chunk, and sums with it."""
-        exponentials = self.core_map(w)
-        if not is_causal or exponentials is None:
-            return None
-        rows: Any = exponentials[1:]
-        if gpu.serves(q, k, v, key_mask, *rows, number=compiled.EXPONENTIAL):
-            return None
-        return gpu.packed(q, k, v, key_mask, lengths, *rows)
-
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: W, state: LinearState | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, LinearState]:
-        """Outputs of the new tokens, and the sums over all keys up to their end."""
-        random = self.features_of(w)
-        if random is None:
-            return super().advance(q, k, v, w, state, key_mask=key_mask)
-        return sums.advance_random_features(*random, q, k, v, state, key_mask)

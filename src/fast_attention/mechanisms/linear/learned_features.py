@@ -1,17 +1,27 @@
-"""Learned features (Hedgehog, Zhang et al. 2024): linear attention whose positive feature map is trained."""
+"""Linear attention whose feature map is trained: exponentials (Hedgehog, Zhang et al. 2024), or a layer of ReLU (T2R).
+
+Pretrained models are fine-tuned into either; T2R is Kasai et al. 2021.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fast_attention.engine.heads import by_head
+from fast_attention.engine.numerics import clamp
+from fast_attention.engine.precision import in_float32
+from fast_attention.feature_maps.feature_map import Features
+from fast_attention.feature_maps.features import Relu
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear.kernelised import RandomKernelised
-from fast_attention.mechanisms.linear.random_feature_map import HYPERBOLIC, Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised, Map
+from fast_attention.mechanisms.linear.linear_attention import LinearAttention
+from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
@@ -24,7 +34,7 @@ class Maps(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class LearnedFeatures(RandomKernelised[Maps]):
+class LearnedFeatures(Kernelised[Maps]):
     """Linear attention with ``phi(x) = [exp(W x), exp(-W x)] exp(-||x||^2 / 2)``, W of queries and of keys trained.
 
     W starts as FAVOR+ draws it, the same for both, so that the untrained map estimates softmax as
@@ -62,6 +72,83 @@ class LearnedFeatures(RandomKernelised[Maps]):
         W = self.scale * draw(shape.heads, self.num_features, shape.head_dim)
         return Maps(nn.Parameter(W), nn.Parameter(W.clone()))
 
-    def features_of(self, w: Maps) -> tuple[RandomFeatureMap, Heads]:
+    def core_map(self, w: Maps) -> CoreMap:
         """Hyperbolic features, with rows for queries and rows for keys."""
-        return HYPERBOLIC, Heads(w.query, key_rows=w.key)
+        return CoreMap.exponential(w.query, w.key, hyperbolic=True)
+
+
+class Layer(NamedTuple):
+    """The layer of every head, of queries and of keys; learned."""
+
+    rows: Float[Tensor, "heads features width"]
+    bias: Float[Tensor, "heads features"]
+
+    def __call__(self, x: Float[Tensor, "*batch heads n width"]) -> Float[Tensor, "*batch heads n features"]:
+        """``W x + b``."""
+        return by_head(clamp(x), self.rows.mT.to(x.dtype)) + self.bias[:, None].to(x.dtype)
+
+
+@dataclass(frozen=True, repr=False)
+class T2R(Kernelised[Layer]):
+    """Linear attention with ``phi(x) = max(W x + b, 0)``, W and b of each head trained, the same for queries and keys.
+
+    W starts from orthogonal rows, b at zero. Nothing of softmax is in it before training: the authors swap it into a
+    pretrained model and fine-tune the whole of it. Fewer features than the heads' width make a state that is smaller
+    than that of ``LinearAttention``.
+
+    Args:
+        num_features: Features of a token, at least 1; the paper's models take 32.
+        eps: Added to the denominators, at least 0. A query without a feature above zero gets zeros.
+    """
+
+    num_features: int = 32
+    eps: float = 1e-6
+
+    traits = Traits(
+        paper="Kasai et al. 2021, arXiv 2103.13076",
+        formula="linear attention, phi(x) = max(W x + b, 0) with W and b learned",
+        cost="n m d",
+        complexity_exponent=1.0,
+        gpu=KERNELS,
+        causal=True,
+        padding=True,
+        cross=True,
+        memory="constant",
+        learned=True,
+    )
+
+    def __post_init__(self) -> None:
+        at_least(self, "num_features", self.num_features, 1)
+        at_least(self, "eps", self.eps, 0.0)
+
+    def weights(self, shape: Shape) -> Layer:
+        """Rows of length about 1 and no bias."""
+        rows = draw(shape.heads, self.num_features, shape.head_dim) * shape.head_dim**-0.5
+        return Layer(nn.Parameter(rows), nn.Parameter(torch.zeros(shape.heads, self.num_features)))
+
+    def core_map(self, w: Layer) -> None:
+        """None: operations do not make the layer."""
+
+    def maps(self, w: Layer) -> tuple[Map, Map]:
+        """One map for queries and keys, of no scale."""
+
+        def features(x: Tensor) -> Features:
+            return Features(w(x).relu())
+
+        return features, features
+
+    @in_float32
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Layer, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """Linear attention of the layer's numbers, of which the map takes each by itself."""
+        return self._linear.attend(w(q), w(k), v, (), is_causal=is_causal, key_mask=key_mask)
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Layer, state: LinearState | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
+        """Outputs of the new tokens, and the sums over all keys up to their end."""
+        return self._linear.advance(w(q), w(k), v, (), state, key_mask=key_mask)
+
+    @property
+    def _linear(self) -> LinearAttention:
+        return LinearAttention(feature_map=Relu(), eps=self.eps)

@@ -10,13 +10,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine.advancing import in_chunks
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.linear import compiled, decayed, sums
+from fast_attention.mechanisms.linear import decayed, sums
 from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised, Map
-from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
@@ -37,10 +35,10 @@ def linear_attention(
     authors' code. A map whose scale is kept apart (``Exp``) needs no ``eps`` and gets none. A query that sees nothing
     gets zeros.
     """
-    settings: Any = {"eps": float(eps), "is_causal": is_causal}
-    if type(feature_map) in compiled.NUMBERS:
-        return sums.attend(q, k, v, key_mask, **compiled.code(feature_map), **settings)
-    return sums.of_map(q, k, v, key_mask, phi=feature_map, **settings)
+    core_map = CoreMap.of(feature_map)
+    if core_map is not None:
+        return sums.of_map(core_map, q, k, v, key_mask, eps=eps, is_causal=is_causal)
+    return LinearAttention(feature_map, eps).attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,20 +82,12 @@ class LinearAttention(Kernelised[tuple[()]]):
 
     def core_map(self, w: tuple[()]) -> CoreMap | None:
         """A map of single numbers."""
-        return CoreMap(self._map) if type(self._map) in compiled.NUMBERS else None
+        return CoreMap.of(self._map)
 
     @property
     def signed(self) -> bool:
         """Whether the map may be negative."""
         return self._map.signed
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
-    ) -> Tensor:
-        """``linear_attention`` with these settings."""
-        return linear_attention(
-            q, k, v, feature_map=self._map, eps=self.eps, is_causal=is_causal, key_mask=key_mask
-        )  # fmt: skip
 
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
@@ -109,17 +99,3 @@ class LinearAttention(Kernelised[tuple[()]]):
         settings: Any = {"phi": self._map, "normalize": True, "eps": self.eps, "is_causal": is_causal}
         logs = q.new_zeros(q.shape[:-1], dtype=torch.float32)
         return decayed.attend_packed(q, k, v, logs, lengths, key_mask, **settings)
-
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, LinearState]:
-        """Outputs of the new tokens, and the sums over all keys up to their end."""
-        advance = self._advance if isinstance(self._map, Elementwise) else self._in_chunks
-        return advance(q, k, v, w, state, key_mask=key_mask)
-
-    def _advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, LinearState]:
-        return sums.advance_map(self._map, q, k, v, key_mask, state, eps=self.eps)
-
-    _in_chunks = in_chunks(_advance)

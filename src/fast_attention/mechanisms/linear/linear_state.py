@@ -17,6 +17,44 @@ from fast_attention.engine.scan import FLOOR
 from fast_attention.feature_maps.feature_map import Features, Logs
 
 
+class Factors(NamedTuple):
+    """Features as ``values e^logs``: one logarithm for each token or feature. None stands for ones, and for zeros."""
+
+    values: Float[Tensor, "*batch n C"] | None
+    logs: Float[Tensor, "*batch n scales"] | None = None
+
+    @property
+    def shown(self) -> Tensor:
+        """Values, or the logarithms where values are ones."""
+        shown = self.logs if self.values is None else self.values
+        assert shown is not None
+        return shown
+
+    def some(self, tokens: slice) -> Factors:
+        """Select the features of some tokens."""
+        return Factors(*(None if x is None else x[..., tokens, :] for x in self))
+
+
+Kind = Tensor | Features | Logs | Factors
+
+
+def factors(x: Kind) -> Factors:
+    """The values and logarithms of features; those of a plain tensor have no logarithms."""
+    match x:
+        case Factors():
+            return x
+        case Logs():
+            return Factors(None, x.logs)
+        case Features():
+            return Factors(x.values, None if x.log_scale is None else x.log_scale[..., None])
+    return Factors(x)
+
+
+def times(x: Tensor | None, factor: Tensor) -> Tensor:
+    """``x factor`` in the dtype of ``x``; None stands for ones."""
+    return factor if x is None else x * factor.to(x.dtype)
+
+
 class LinearState(NamedTuple):
     """Sums over keys and values; the true ones are ``exp(log_scale)`` times ``kv`` and ``k``."""
 
@@ -32,31 +70,28 @@ class Sums(NamedTuple):
     denominator: Float[Tensor, "*batch length"]
 
 
-def empty(keys: Features | Logs, v: Tensor) -> LinearState:
+def empty(keys: Kind, v: Tensor) -> LinearState:
     """The state before the first key."""
-    if isinstance(keys, Logs):
-        k = torch.zeros_like(keys.logs[..., 0, :])
-        return LinearState(k.new_zeros((*k.shape, v.shape[-1])), k, torch.full_like(k, FLOOR))
-    k = torch.zeros_like(keys.values[..., 0, :])
-    log_scale = k[..., :1] if keys.log_scale is None else torch.full_like(k[..., :1], FLOOR)
+    keys = factors(keys)
+    k = torch.zeros_like(keys.shown[..., 0, :])
+    log_scale = k[..., :1] if keys.logs is None else torch.full_like(keys.logs[..., 0, :], FLOOR)
     return LinearState(k.new_zeros((*k.shape, v.shape[-1])), k, log_scale)
 
 
-def summarise(keys: Features | Logs, v: Tensor) -> LinearState:
+def summarise(keys: Kind, v: Tensor) -> LinearState:
     """The state after keys (..., S, C) and values (..., S, Ev)."""
     values, log_scale = scaled(keys)
     return LinearState(values.mT @ v, values.sum(-2), log_scale)
 
 
-def scaled(keys: Features | Logs) -> tuple[Tensor, Tensor]:
+def scaled(keys: Kind) -> tuple[Tensor, Tensor]:
     """Features of keys over ``e^log_scale``, the largest of all keys, and these log scales, as a state has them."""
-    if isinstance(keys, Logs):
-        log_scale = keys.logs.detach().amax(-2).clamp_min(FLOOR)
-        return (keys.logs - log_scale[..., None, :]).exp_(), log_scale
-    if keys.log_scale is None:
-        return keys.values, torch.zeros_like(keys.values[..., 0, :1])
-    log_scale = keys.log_scale.detach().amax(-1, keepdim=True)
-    return keys.values * (keys.log_scale - log_scale).exp()[..., None], log_scale
+    values, logs = factors(keys)
+    if logs is None:
+        assert values is not None
+        return values, torch.zeros_like(values[..., 0, :1])
+    log_scale = logs.detach().amax(-2).clamp_min(FLOOR)
+    return times(values, (logs - log_scale[..., None, :]).exp_()), log_scale
 
 
 def combine(earlier: LinearState, later: LinearState) -> LinearState:
@@ -67,17 +102,20 @@ def combine(earlier: LinearState, later: LinearState) -> LinearState:
     return LinearState(kv, a * earlier.k + b * later.k, log_scale)
 
 
-def read(q: Float[Tensor, "*batch length C"] | Logs, state: LinearState) -> Sums:
+def read(q: Kind, state: LinearState) -> Sums:
     """Sums of queries over all of a state, divided by ``exp(state.log_scale)``, or by a query's largest term."""
-    if isinstance(q, Logs):
-        q = largest_is_one(q, state.log_scale[..., None, :])
+    q = largest_is_one(q, state.log_scale[..., None, :])
     return Sums(q @ state.kv, (q @ state.k[..., None])[..., 0])
 
 
-def largest_is_one(q: Logs, log_scale: Tensor) -> Tensor:
-    """Features of queries for keys divided by ``e^log_scale``, each query's divided by its largest term."""
-    terms = q.logs + log_scale
-    return terms.sub_(terms.detach().amax(-1, keepdim=True)).exp_()
+def largest_is_one(q: Kind, log_scale: Tensor) -> Tensor:
+    """Features of queries for keys divided by ``e^log_scale``; with logarithms each query's over its largest term."""
+    values, logs = factors(q)
+    if logs is None:
+        assert values is not None
+        return values
+    terms = logs + log_scale
+    return times(values, terms.sub_(terms.detach().amax(-1, keepdim=True)).exp_())
 
 
 def normalise(sums: Sums, eps: float = 0.0) -> Float[Tensor, "*batch length values"]:
@@ -92,13 +130,15 @@ def normalise(sums: Sums, eps: float = 0.0) -> Float[Tensor, "*batch length valu
 def prefixes(first: LinearState, kv: Tensor, k: Tensor, log_scales: Tensor | None) -> tuple[Tensor, Tensor]:
     """The sums before chunk 0, up to chunk 0, and so on: (..., N + 1, C, Ev) and (..., N + 1, C), over e^log_scales.
 
-    ``log_scales`` (..., N + 1) is one for all features, (..., N + 1, C) one for each.
+    ``log_scales`` (..., N + 1, 1) is one for all features, (..., N + 1, C) one for each.
     """
-    if log_scales is not None and log_scales.ndim == k.ndim:
+    if log_scales is not None and log_scales.shape[-1] > 1:
         sums = torch.cat([first.kv[..., None, :, :], kv], -3), torch.cat([first.k[..., None, :], k], -2)
         row = state_sums(torch.cat([sums[0], sums[1][..., None]], -1).movedim(-2, -3), log_scales.mT).movedim(-3, -2)
         return row[..., :-1], row[..., -1]
     begin = torch.cat([first.kv.flatten(-2), first.k], -1)[..., None, :]
-    sums = state_sums(torch.cat([begin, torch.cat([kv.flatten(-2), k], -1)], -2), log_scales)
+    sums = state_sums(
+        torch.cat([begin, torch.cat([kv.flatten(-2), k], -1)], -2), None if log_scales is None else log_scales[..., 0]
+    )
     size = kv.shape[-2] * kv.shape[-1]
     return sums[..., :size].unflatten(-1, kv.shape[-2:]), sums[..., size:]

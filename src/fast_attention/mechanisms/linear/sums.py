@@ -1,6 +1,6 @@
 """Linear attention's operations: the compiled core, kernels for GPUs, or plain sums.
 
-Both take the tensors of ``compiled.Inputs``; ``number`` says what features are made of tokens (``compiled``).
+Both take the tensors of ``compiled.Inputs``; ``number`` says what features are made of tokens (``core_map``).
 """
 
 from __future__ import annotations
@@ -13,26 +13,22 @@ from torch import Tensor
 
 from fast_attention.engine import trace
 from fast_attention.engine.operation import Fast, Operation, like_queries
-from fast_attention.engine.precision import in_float32, widen
+from fast_attention.engine.precision import widen
 from fast_attention.engine.tracing import symbolic
-from fast_attention.feature_maps.feature_map import FeatureMap
-from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
-from fast_attention.mechanisms.linear import compiled, decayed_sums, gpu, reference
+from fast_attention.feature_maps.features import Identity
+from fast_attention.mechanisms.linear import compiled, gpu, reference
 from fast_attention.mechanisms.linear.compiled import Inputs
-from fast_attention.mechanisms.linear.linear_state import LinearState
-from fast_attention.mechanisms.linear.random_feature_map import POSITIVE, SINCOS, Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.core_map import EXPONENTIAL, NUMBERS, CoreMap
+from fast_attention.mechanisms.linear.linear_state import LinearState, empty
 
+PLAIN = CoreMap(NUMBERS[Identity])  # features that are made outside
 SCALED = "every key has a scale of its own"
 
 
 def _features(x: Inputs, number: int, offset: float) -> tuple[Any, Any]:
     """Features of queries and of keys."""
-    if x.rows is None or x.key_rows is None:
-        map = (EluPlusOne(), Relu(offset), Identity())[number]
-        return map.features(x.q), reference.masked_keys(map.features, x.k, x.key_mask)
-    phi = POSITIVE if number == compiled.EXPONENTIAL else SINCOS
-    heads, key_heads = Heads(x.rows, x.bias), Heads(x.key_rows, x.bias)
-    return phi.plain(x.q, heads), reference.masked_keys(lambda k: phi.plain(k, key_heads), x.k, x.key_mask)
+    queries, keys = CoreMap(number, offset, x.rows, x.key_rows, x.bias).maps()
+    return queries(x.q), reference.masked_keys(keys, x.k, x.key_mask)
 
 
 def attended_sums(
@@ -41,9 +37,8 @@ def attended_sums(
     """``phi(q_i)^T S / (phi(q_i)^T z + eps)``, ``S`` and ``z`` over the keys that query i may see; zeros for none."""
     x = Inputs(*tensors)
     queries, keys = _features(x, number, offset)
-    if x.log_decay is None:
-        return reference.attention(queries, keys, x.v, is_causal=is_causal, eps=eps)
-    return decayed_sums.attend(queries, keys, x.v, x.log_decay, normalize=normalize, eps=eps)
+    settings: Any = {"is_causal": is_causal, "eps": eps, "normalize": normalize}
+    return reference.attention(queries, keys, x.v, None, x.log_decay, **settings)[0]
 
 
 def advanced_sums(
@@ -52,17 +47,14 @@ def advanced_sums(
     """Causal outputs of new tokens behind a state, and the three tensors of the state after them."""
     x = Inputs(*tensors)
     queries, keys = _features(x, number, offset)
-    state = None if x.kv is None else LinearState(*tensors[7:10])
-    if x.log_decay is None:
-        out, after = reference.decode(queries, keys, x.v, state, eps=eps)
-    else:
-        out, after = decayed_sums.decode(queries, keys, x.v, x.log_decay, state, normalize=normalize, eps=eps)
-    return out, *after
+    state = empty(keys, x.v) if x.kv is None else LinearState(*tensors[7:10])
+    out, after = reference.attention(queries, keys, x.v, state, x.log_decay, eps=eps, normalize=normalize)
+    return out, *after  # type: ignore[misc]
 
 
 def _advances(*tensors: Any, number: int, **settings: Any) -> str:
     """Why the core does not go on from a state; random features have scales there too."""
-    scaled = number < compiled.EXPONENTIAL and tensors[9] is not None and bool(tensors[9].any())
+    scaled = number < EXPONENTIAL and tensors[9] is not None and bool(tensors[9].any())
     return compiled.advances(*tensors) or ("large keys that need rescaling" if scaled else "")
 
 
@@ -90,39 +82,34 @@ advance = Operation(
 )  # fmt: skip
 
 
-@in_float32
 def of_map(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, eps: float, is_causal: bool
+    core_map: CoreMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, eps: float = 0.0, is_causal: bool
 ) -> Tensor:
-    """Attention with weights ``phi(q_i) . phi(k_j)`` by features that are made here."""
-    keys = reference.masked_keys(phi.features, k, key_mask)
-    return of_features(phi.features(q), keys, v, eps=eps, is_causal=is_causal)
+    """Attention by features that the operation makes."""
+    rows = core_map.rows
+    if rows is not None and not symbolic() and rows.shape[:-2] != q.shape[-rows.ndim : -2]:
+        batch_shape = torch.broadcast_shapes(q.shape[:-2], rows.shape[:-2])
+        q, k, v = (x.expand(*batch_shape, -1, -1) for x in (q, k, v))
+    of_rows = () if rows is None else widen(tuple(core_map[2:]))
+    return attend(q, k, v, key_mask, *of_rows, **core_map.settings, eps=float(eps), is_causal=is_causal)
 
 
 def of_features(queries: Any, keys: Any, v: Tensor, *, eps: float = 0.0, is_causal: bool) -> Tensor:
     """Attention with weights ``queries_i . keys_j``."""
     if keys.log_scale is not None:
         trace.record("plain sums", SCALED)
-        return reference.attention(queries, keys, v, eps=eps, is_causal=is_causal)
-    return attend(queries.values, keys.values, v, None, **compiled.code(Identity()), eps=eps, is_causal=is_causal)
+        return reference.attention(queries, keys, v, eps=eps, is_causal=is_causal)[0]
+    return of_map(PLAIN, queries.values, keys.values, v, None, eps=eps, is_causal=is_causal)
 
 
 def advance_map(
-    phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: LinearState | None, *, eps: float
-) -> tuple[Tensor, LinearState]:
-    """Causal outputs of new tokens behind ``state``, and the state after them."""
-    if type(phi) not in compiled.NUMBERS:
-        return _mapped_advance(q, k, v, key_mask, state, phi=phi, eps=eps)
-    before, settings = (None, None, None) if state is None else state, compiled.code(phi)
-    out, kv, z, log_scale = advance(q, k, v, key_mask, None, None, None, *before, eps=eps, is_causal=True, **settings)
-    return out, LinearState(kv, z, log_scale[..., :1])
-
-
-@in_float32
-def _mapped_advance(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: LinearState | None, *, phi: FeatureMap, eps: float
-) -> tuple[Tensor, LinearState]:
-    return advance_features(phi.features(q), reference.masked_keys(phi.features, k, key_mask), v, state, eps=eps)
+    core_map: CoreMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: LinearState | None, *,
+    eps: float = 0.0,
+) -> tuple[Tensor, LinearState]:  # fmt: skip
+    """``of_map`` for new tokens behind ``state``, and the state after them."""
+    before, of_rows = (None, None, None) if state is None else state, widen(tuple(core_map[2:]))
+    out, *after = advance(q, k, v, key_mask, *of_rows, *before, **core_map.settings, eps=float(eps), is_causal=True)
+    return out, LinearState(*after)
 
 
 def advance_features(
@@ -131,26 +118,6 @@ def advance_features(
     """``of_features`` for new tokens behind a state, and the state after them."""
     if keys.log_scale is not None:
         trace.record("plain sums", SCALED, chunk=reference.CHUNK)
-        return reference.decode(queries, keys, v, state, eps=eps)
-    return advance_map(Identity(), queries.values, keys.values, v, None, state, eps=eps)
-
-
-def of_random_features(
-    phi: RandomFeatureMap, heads: Heads, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None
-) -> Tensor:
-    """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
-    if not symbolic() and heads.rows.shape[:-2] != q.shape[-heads.rows.ndim : -2]:
-        batch_shape = torch.broadcast_shapes(q.shape[:-2], heads.rows.shape[:-2])
-        q, k, v = (x.expand(*batch_shape, -1, -1) for x in (q, k, v))
-    return attend(q, k, v, key_mask, *widen(phi.rows(heads)), **compiled.random(phi), is_causal=is_causal)
-
-
-def advance_random_features(
-    phi: RandomFeatureMap, heads: Heads, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None,
-    key_mask: Tensor | None,
-) -> tuple[Tensor, LinearState]:  # fmt: skip
-    """Causal outputs of new tokens behind ``state``, and the state after them."""
-    before = (None, None, None) if state is None else state
-    rows = widen(phi.rows(heads))
-    out, *after = advance(q, k, v, key_mask, *rows, *before, **compiled.random(phi), is_causal=True)
-    return out, LinearState(*after)
+        state = empty(keys, v) if state is None else state
+        return reference.attention(queries, keys, v, state, eps=eps)  # type: ignore[return-value]
+    return advance_map(PLAIN, queries.values, keys.values, v, None, state, eps=eps)
