@@ -36,7 +36,7 @@ class Rectified(NamedTuple):
         return weights if self.eps is None else weights / self.divisors(weights.sum(-1, keepdim=True))
 
     def divisors(self, sums: Tensor) -> Tensor:
-        """What divides rows of weights with these sums."""
+        """The divisors of rows whose weights have these sums."""
         assert self.eps is not None
         total = numerics.nan_if_infinite(sums + self.eps)
         return total.masked_fill(total == 0.0, 1.0)
