@@ -22,7 +22,7 @@ from fast_attention import (
 from fast_attention.engine import trace
 from fast_attention.functional import softmax_attention, synthesizer_attention
 from fast_attention.mechanisms import DotProduct
-from fast_attention.mechanisms.dense import rows
+from fast_attention.mechanisms.dense import relative, rows
 from fast_attention.mechanisms.dense.scores import Scores
 from tests.cases import bind, qkv, some_keys
 
@@ -189,8 +189,11 @@ def test_blocks_of_queries_are_the_whole(
 
 
 @pytest.mark.parametrize("mechanism", ALL, ids=repr)
-def test_long_sequences_are_the_definition(mechanism: Any, device: torch.device) -> None:
+def test_long_sequences_are_the_definition(
+    mechanism: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At lengths that run in blocks: against all scores at once, gradients of inputs and weights too."""
+    monkeypatch.setattr(relative, "SCORES", 1 << 16)
     for length, masked, is_causal in ((257, False, False), (257, True, True), (1031, False, True)):
         bound, (q, k, v) = bind(mechanism, max_len=1040, device=device), qkv(length, device=device)
         wanted = [x.requires_grad_() for x in (q, k, v)] + list(bound.parameters())

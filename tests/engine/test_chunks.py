@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fast_attention import catalogue
 from fast_attention.engine import chunks, scan, trace
-from fast_attention.mechanisms.dense import relu
+from fast_attention.mechanisms.dense import rows
 from tests.cases import qkv, some_keys
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 129, 257, 1000]
@@ -145,9 +145,9 @@ def test_sorted_passes_equal_the_plain_form(name: str, mask: bool) -> None:
 
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("name", RELUS)
-def test_relu_tiles_equal_the_plain_form(name: str, mask: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(relu, "QUERIES", 16)
-    monkeypatch.setattr(relu, "KEYS", 24)
+def test_relu_by_rows_equals_the_plain_form(name: str, mask: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(rows, "BLOCK", 1 << 10)
+    monkeypatch.setattr(rows, "ROWS", 16)
     m: Any = catalogue.parse(name)
     for length, keys in ((2, 2), (15, 17), (64, 64), (129, 65), (65, 129), (200, 200)):
         seen = masked(keys, mask)

@@ -147,6 +147,16 @@ def attend_slots(q: Tensor, keys: Tensor, values: Tensor, count: Tensor | None) 
     return fused_attention(q, keys, values, bias.expand(*q.shape[:-1], keys.shape[-2]))
 
 
+def masked_scores(scores: Tensor, mask: Tensor | None, attn_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Scores with an additive ``attn_mask`` in them, and the boolean mask of both."""
+    if attn_mask is None:
+        return scores, mask
+    if attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask.to(scores.dtype)
+        scores, attn_mask = scores + attn_mask, attn_mask > float("-inf")
+    return scores, attn_mask if mask is None else attn_mask & mask
+
+
 @in_float32
 def synthesizer_attention(
     v: Float[Tensor, "*batch keys values"],
@@ -162,11 +172,7 @@ def synthesizer_attention(
     A query that sees nothing gets zeros.
     """
     mask = masks.visible(scores.shape[-2], v.shape[-2], is_causal=is_causal, key_mask=key_mask, device=v.device)
-    if attn_mask is not None:
-        if attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask.to(scores.dtype)
-            scores, attn_mask = scores + attn_mask, attn_mask > float("-inf")
-        mask = attn_mask if mask is None else attn_mask & mask
+    scores, mask = masked_scores(scores, mask, attn_mask)
     weights = masks.masked_softmax(scores, mask)
     if dropout > 0.0:
         weights = drop_weights(weights.expand(*v.shape[:-2], *weights.shape[-2:]), dropout)

@@ -1,14 +1,12 @@
 """ReLU attention (Wortsman et al. 2023, and others): scores below zero get no weight at all.
 
-Tiles of queries meet tiles of keys, and no table of all scores is made: no maximum is needed, so that tiles of keys
-simply add up. The backward pass forms every tile's scores again.
+Long sequences go a block of queries at a time (``rows``), and no table of all scores is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,19 +14,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import masks, numerics, trace
+from fast_attention.engine.chunks import visible_counts
 from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.operation import Fast, Operation, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import MaskedAttention, Traits
+from fast_attention.mechanisms.dense import rows
+from fast_attention.mechanisms.dense.reference import masked_scores
+from fast_attention.mechanisms.dense.rows import Rectified
+from fast_attention.mechanisms.dense.scores import Scores
 from fast_attention.traits import SCORES
 from fast_attention.value import at_least, one_of
 
 Power = Literal[1, 2]
 Norm = Literal["sum", "length", "none"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
-HEADS, QUERIES, KEYS = 2, 256, 512  # of a tile: a megabyte in float32
 
 
 class How(NamedTuple):
@@ -39,6 +41,11 @@ class How(NamedTuple):
     power: Power
     scale: float
     eps: float | Tensor
+
+    @property
+    def rectified(self) -> Rectified:
+        """How scores become weights, but for a division by numbers of keys."""
+        return Rectified(self.power, self.eps if self.norm == "sum" else None)
 
 
 def rectified_scores(
@@ -58,11 +65,11 @@ def rectified_scores(
     if traced():  # nobody may look whether the outputs are finite
         trace.record("all scores at once", "traced")
         return masked(q, k, v, key_mask, how=how)
-    out = _tiled(q, k, v, key_mask, how=how)
+    out = _blocks(q, k, v, key_mask, how=how)
     if how.norm != "sum" or numerics.finite(out):
         return out
     q, k, v, how, smaller, _ = _within_range(q, k, v, how)
-    return _tiled(q, k, v, key_mask, how=how._replace(eps=float(how.eps))) / smaller
+    return _blocks(q, k, v, key_mask, how=how._replace(eps=float(how.eps))) / smaller
 
 
 def masked(
@@ -92,18 +99,9 @@ def whole(
     """Attention over all keys at once."""
     scores = q @ k.mT * how.scale
     mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=how.is_causal, key_mask=key_mask, device=q.device)
-    if attn_mask is not None:
-        if attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask.to(scores.dtype)
-            scores, attn_mask = scores + attn_mask, attn_mask > float("-inf")
-        mask = attn_mask if mask is None else attn_mask & mask
-    weights = scores.relu().square() if how.power == 2 else scores.relu()
-    if mask is not None:
-        weights = weights.masked_fill(~mask, 0.0)
-    if how.norm == "sum":
-        total = numerics.nan_if_infinite(weights.sum(-1, keepdim=True) + how.eps)
-        weights = weights / total.masked_fill(total == 0.0, 1.0)
-    elif how.norm == "length":
+    scores, mask = masked_scores(scores, mask, attn_mask)
+    weights = rows.weights(scores, mask, how.rectified)
+    if how.norm == "length":
         visible = k.shape[-2] if mask is None else mask.expand(scores.shape).sum(-1, keepdim=True).clamp_min(1)
         weights = weights / visible
     if dropout > 0.0:
@@ -111,111 +109,27 @@ def whole(
     return weights @ v
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, keep: bool, how: How
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The outputs, and the n_i to be saved."""
-    out = v.new_zeros((*q.shape[:-1], v.shape[-1]))
-    n = _lengths(q, k, key_mask, how) if how.norm == "length" else q.new_full((*q.shape[:-1], 1), how.norm == "none")
-    (qs, ks, vs), outs, ns = _heads(q, masks.drop(k, key_mask), v), out.flatten(0, -3), n.flatten(0, -3)
-    keys_before = _keys_before(q, k, how)
-    for heads, rows in _rows(qs):
-        queries, o, total = qs[heads, rows] * how.scale, outs[heads, rows], ns[heads, rows]
-        for keys, weights in _tiles(queries, ks[heads], rows, keys_before):
-            if how.power == 2:
-                weights.square_()
-            if how.norm == "sum":
-                total += weights.sum(-1, keepdim=True)
-            o.baddbmm_(weights, vs[heads, keys])
-        if how.norm == "sum":
-            total.copy_(numerics.nan_if_infinite(total + how.eps)).masked_fill_(total == 0.0, 1.0)
-        o.div_(total)
-    return out, (n,)
-
-
-def _backward(
-    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
-    *, how: How,
-) -> tuple[Any, ...]:  # fmt: skip
-    q, k, v, key_mask = inputs
-    d_inputs = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    dqs, dks, dvs = (x.flatten(0, -3) for x in d_inputs)
-    (qs, ks, vs), (os, gs, ns) = _heads(q, masks.drop(k, key_mask), v), _heads(outputs[0], gradients[0], saved[0])
-    keys_before = _keys_before(q, k, how)
-    for heads, rows in _rows(qs):
-        queries, g = qs[heads, rows] * how.scale, gs[heads, rows] / ns[heads, rows]
-        shift = (g * os[heads, rows]).sum(-1, keepdim=True) if how.norm == "sum" else None
-        for keys, scores in _tiles(queries, ks[heads], rows, keys_before):
-            slopes = g @ vs[heads, keys].mT
-            if shift is not None:
-                slopes.sub_(shift)
-            if how.power == 2:
-                slopes.mul_(scores).mul_(2.0)
-                scores.square_()
-            else:
-                torch.ops.aten.threshold_backward.grad_input(slopes, scores, 0.0, grad_input=slopes)
-            dvs[heads, keys].baddbmm_(scores.mT, g)
-            dks[heads, keys].baddbmm_(slopes.mT, queries)
-            dqs[heads, rows].baddbmm_(slopes, ks[heads, keys], alpha=how.scale)
-    return *d_inputs, None
+def _by_rows(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How) -> Tensor:
+    """Attention by blocks of queries."""
+    scores = Scores(Q=q * how.scale, K=k)
+    out = rows.attend(v, scores, is_causal=how.is_causal, key_mask=key_mask, rectified=how.rectified)
+    if how.norm != "length":
+        return out
+    counts = visible_counts(key_mask, k, is_causal=how.is_causal)
+    counts = F.pad(counts, (0, 0, q.shape[-2] - k.shape[-2], 0)) if how.is_causal else counts
+    return out / counts.clamp(min=1.0)
 
 
 def _few(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How) -> str:
     if q.shape[-2] == 1:
         return "one query"
+    if v.ndim < 3 or (key_mask is not None and key_mask.shape[-2] != 1):
+        return "no heads, or masks of their own"
     return "many short sequences" if short(q, k) else ""
 
 
-_FAST = Fast(
-    _forward, _backward, serves=_few, even=3, path="tiles of scores, added up",
-    why="relu needs no maximum over the row", sizes=lambda *tensors, **settings: {"queries": QUERIES, "keys": KEYS},
-)  # fmt: skip
-_tiled = Operation(whole, cpu=_FAST, cuda=_FAST, path="all scores at once")
-
-
-def _heads(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.reshape(-1, *x.shape[-2:]) for x in tensors)
-
-
-def _rows(q: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Heads and queries of a tile: fewer heads, more queries."""
-    few = min(HEADS, q.shape[0])
-    some = QUERIES * HEADS // few
-    for first in range(0, q.shape[0], few):
-        for start in range(0, q.shape[1], some):
-            yield slice(first, first + few), slice(start, min(start + some, q.shape[1]))
-
-
-def _tiles(q: Tensor, k: Tensor, rows: slice, keys_before: int | None) -> Iterator[tuple[slice, Tensor]]:
-    """Tiles of keys that some of the queries see, and their rectified scores, zero where a key is not seen yet.
-
-    Causal with ``keys_before`` keys before the first query; None: not causal.
-    """
-    end = k.shape[1] if keys_before is None else max(rows.stop + keys_before, 0)
-    workspace = q.new_empty(q.shape[0] * q.shape[1] * KEYS)
-    for start in range(0, end, KEYS):
-        stop = min(start + KEYS, end)
-        scores = workspace[: q.shape[0] * q.shape[1] * (stop - start)].view(*q.shape[:2], stop - start)
-        torch.bmm(q, k[:, start:stop].mT, out=scores).relu_()
-        if keys_before is not None and stop > rows.start + keys_before:
-            scores.tril_(rows.start + keys_before - start)
-        yield slice(start, stop), scores
-
-
-def _keys_before(q: Tensor, k: Tensor, how: How) -> int | None:
-    return k.shape[-2] - q.shape[-2] if how.is_causal else None
-
-
-def _lengths(q: Tensor, k: Tensor, key_mask: Tensor | None, how: How) -> Tensor:
-    """Keys that every query sees, at least 1."""
-    counts = k.new_ones((*q.shape[:-2], k.shape[-2]))
-    counts = counts if key_mask is None else counts * key_mask
-    if not how.is_causal:
-        counts = counts.sum(-1, keepdim=True).expand(*counts.shape[:-1], q.shape[-2])
-    else:
-        keys_before = k.shape[-2] - q.shape[-2]
-        counts = F.pad(counts.cumsum(-1), (max(-keys_before, 0), 0))[..., max(keys_before, 0) :]
-    return counts.clamp(min=1.0)[..., None].contiguous()
+_FAST = Fast(_by_rows, None, serves=_few, even=3)
+_blocks = Operation(whole, cpu=_FAST, cuda=_FAST, path="all scores at once")
 
 
 def relu_attention(

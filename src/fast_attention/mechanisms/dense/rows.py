@@ -1,7 +1,8 @@
-"""Softmax attention a block of queries at a time, for scores that are sums of products, tables and outer products.
+"""Attends a block of queries at a time, for scores that are sums of products, tables and outer products.
 
-No score matrix is ever whole: a block of scores is made, normalised and used in the cache, and made again for the
-gradient. Causally, a block meets the keys up to its last query only.
+No score matrix is ever whole: a block of scores is made, weighed and used in the cache, and made again for the
+gradient. Causally, a block meets the keys up to its last query only. Weights are the softmax of the scores, or what of
+them is above zero.
 """
 
 from __future__ import annotations
@@ -13,24 +14,51 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import masks, operation, trace
-from fast_attention.engine.operation import Fast, Operation
+from fast_attention.engine import masks, numerics, trace
+from fast_attention.engine.chunks import chunks_of
+from fast_attention.engine.operation import Fast, Operation, Tensors
 from fast_attention.mechanisms.dense.scores import Scores, spread
 
 PAYING = 1 << 16  # scores of one head from which blocks pay
-BLOCK = 1 << 19  # scores of a block: 2 MB in float32
+BLOCK = 1 << 18  # scores of a block: a megabyte in float32
 ROWS = 128  # queries of a block at least
 
 
+class Rectified(NamedTuple):
+    """Weights ``relu(score)^power`` instead of a softmax; over their sum and ``eps``, unless that is None."""
+
+    power: int
+    eps: float | Tensor | None = None
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """The weights of all scores, zero where masked."""
+        weights = scores.relu().square() if self.power == 2 else scores.relu()
+        return weights if self.eps is None else weights / self.divisors(weights.sum(-1, keepdim=True))
+
+    def divisors(self, sums: Tensor) -> Tensor:
+        """The divisors of rows whose weights have these sums."""
+        assert self.eps is not None
+        total = numerics.nan_if_infinite(sums + self.eps)
+        return total.masked_fill(total == 0.0, 1.0)
+
+    def slopes_(self, slopes: Tensor, rectified: Tensor) -> Tensor:
+        """The gradients of scores, in place, from those of weights; the ``rectified`` scores become weights."""
+        if self.power == 2:
+            slopes.mul_(rectified).mul_(2.0)
+            rectified.square_()
+            return slopes
+        return torch.ops.aten.threshold_backward.grad_input(slopes, rectified, 0.0, grad_input=slopes)
+
+
 class Block(NamedTuple):
-    """Queries ``rows`` of one sequence and head, which all see the first of the keys ``keys``."""
+    """Queries ``rows`` of one sequence and some heads, which all see the first of the keys ``keys``."""
 
     batch: int
-    head: int
+    heads: slice
     rows: slice
     keys: slice
     masked: Tensor | None  # (keys,): True where no query may look
-    later: Tensor | None  # (rows, n): the same by query, for the last n keys
+    most: Tensor | None  # (rows, n): for the last n keys minus infinity where a query comes before them, else infinity
 
 
 def attend(
@@ -39,31 +67,34 @@ def attend(
     *,
     is_causal: bool = False,
     key_mask: Bool[Tensor, "*#batch 1 keys"] | None = None,
+    rectified: Rectified | None = None,
 ) -> Float[Tensor, "*batch heads length values"]:
     """``softmax(scores + mask) v``, causal from the bottom right corner; a query that sees nothing gets zeros."""
-    trace.record(
-        "softmax in blocks of queries", "scores of a block stay in the cache", rows=_size(scores.length(), v.shape[-2])
-    )
+    path = f"{'relu' if rectified else 'softmax'} in blocks of queries"
+    trace.record(path, "scores of a block stay in the cache", rows=_size(scores.length(), v.shape[-2]))
     heads, batch, (keys, values) = v.shape[-3], v.shape[:-3], v.shape[-2:]
+    settings: Any = {"is_causal": is_causal, "rectified": rectified}
     parts = [x if x is None or x.ndim == 1 else _four(x, batch) for x in scores]
     if key_mask is not None:
         key_mask = key_mask.expand(*batch, 1, keys).reshape(-1, keys)
     elif len(batch) and all(x is None or x.ndim == 1 or x.shape[0] == 1 for x in parts):
         side = v.reshape(-1, *v.shape[-3:]).movedim(0, -2).flatten(-2)[None]  # one table for all: values side by side
-        out = _ROWS(side, None, *parts, is_causal=is_causal)[0].unflatten(-1, (-1, values)).movedim(-2, 0)
+        out = _ROWS(side, None, *parts, **settings)[0].unflatten(-1, (-1, values)).movedim(-2, 0)
         return out.reshape(*batch, *out.shape[-3:])
-    out = _ROWS(v.reshape(-1, heads, keys, values), key_mask, *parts, is_causal=is_causal)
+    out = _ROWS(v.reshape(-1, heads, keys, values), key_mask, *parts, **settings)
     return out.reshape(*batch, *out.shape[-3:])
 
 
-def against(v: Tensor, length: int, at_least: int = PAYING) -> str:
-    """Why blocks would not do; empty where they do, from ``at_least`` scores of one head on."""
-    return operation.unsupported_reason(v) or few(v, length, at_least)
-
-
 def few(v: Tensor, length: int, at_least: int = PAYING) -> str:
-    """``against`` for ordinary tensors of a CPU."""
+    """Why blocks would not do; empty where they do, from ``at_least`` scores of one head on."""
     return "" if length * v.shape[-2] >= at_least else "few scores"
+
+
+def weights(scores: Tensor, mask: Tensor | None, rectified: Rectified | None = None) -> Tensor:
+    """The weights of all scores that ``mask`` lets through; a row that sees nothing gets zeros."""
+    if rectified is None:
+        return masks.masked_softmax(scores, mask)
+    return rectified.weights(scores if mask is None else scores.masked_fill(~mask, 0.0))
 
 
 def _four(x: Tensor, batch: tuple[int, ...]) -> Tensor:
@@ -73,27 +104,41 @@ def _four(x: Tensor, batch: tuple[int, ...]) -> Tensor:
     return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
 
 
-def _plain(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
+def _plain(
+    v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool, rectified: Rectified | None
+) -> Tensor:
     scores = Scores(*parts).whole(v.shape[-2])
     visible = None if key_mask is None else key_mask[:, None]
     mask = masks.visible(scores.shape[-2], v.shape[-2], is_causal=is_causal, key_mask=visible, device=v.device)
-    return masks.masked_softmax(scores, mask) @ v
+    return weights(scores, mask, rectified) @ v
 
 
-def _blocks(v: Tensor, length: int, key_mask: Tensor | None, is_causal: bool) -> Iterator[Block]:
-    batch, heads, keys = v.shape[:3]
+def _blocks(
+    v: Tensor, scores: Scores, key_mask: Tensor | None, is_causal: bool, spaces: int
+) -> Iterator[tuple[Block, tuple[Tensor, ...]]]:
+    """All blocks, each with so many ``spaces`` for its scores, in memory that all share."""
+    (batch, heads, keys), length = v.shape[:3], scores.length()
     size, shift = _size(length, keys), keys - length
-    triangle = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
+    shared = any(x is not None and x.ndim > 1 and x.shape[1] != heads for x in scores)
+    count = 1 if shared else min(max(BLOCK // (2 * size * keys), 1), heads)
+    memory = v.new_empty(spaces, count * size * keys)
+    later = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
+    most = v.new_full((size, size), float("inf")).masked_fill_(later, float("-inf")) if is_causal else later
     for b in range(batch):
         first, end, masked = (0, keys, None) if key_mask is None else _span(key_mask[b])
         start = length if first == end else max(first - shift, 0) if is_causal else 0
-        for h in range(heads):
+        for h in chunks_of(count, heads):
             for i in range(start, length, size):
                 j = min(i + size, length)
                 last = min(end, j + shift) if is_causal else end
                 edge = max(last - i - shift, 0) if is_causal else 0  # keys from the first query's own on
                 row = None if masked is None else masked[first:last]
-                yield Block(b, h, slice(i, j), slice(first, last), row, triangle[: j - i, :edge] if edge > 1 else None)
+                sizes = h.stop - h.start, j - i, last - first
+                space = memory[:, : sizes[0] * sizes[1] * sizes[2]].view(spaces, *sizes).unbind()
+                yield (
+                    Block(b, h, slice(i, j), slice(first, last), row, most[: j - i, :edge] if edge > 1 else None),
+                    space,
+                )
 
 
 def _span(visible: Tensor) -> tuple[int, int, Tensor | None]:
@@ -105,80 +150,82 @@ def _span(visible: Tensor) -> tuple[int, int, Tensor | None]:
     return first, end, None if len(positions) == end - first else ~visible
 
 
-def _weights(part: Scores, block: Block, space: Tensor) -> Float[Tensor, "rows keys"]:
-    """The normalised weights of a block, in ``space``."""
-    count, width = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
-    out, share = space[: count * width].view(count, width), 1.0 if part.share is None else float(part.share)
+def _scores(part: Scores, block: Block, out: Tensor) -> Tensor:
+    """The scores of a block, minus infinity where masked: in ``out``, or as they are in a table."""
+    hidden, share = block.masked is not None or block.most is not None, part.share
+    if part.R is not None and part.Q is None and part.X is None and share is None and not hidden:
+        return part.R
     filled = 0.0
     if part.R is not None:
-        if part.Q is None and part.X is None and part.share is None and block.masked is None and block.later is None:
-            return torch.softmax(part.R, -1, out=out)
-        torch.mul(part.R, share, out=out)
+        out.copy_(part.R) if share is None else torch.mul(part.R, share[:, None, None], out=out)
         filled = 1.0
     if part.X is not None and part.Y is not None:
-        outer = (part.X[:, :, None] * part.Y[:, None, :]).flatten(1)[:, block.keys]
-        torch.add(outer, out, alpha=filled, out=out) if filled else out.copy_(outer)
+        outer = (part.X[..., :, None] * part.Y[..., None, :]).flatten(-2)[..., block.keys]
+        out.add_(outer) if filled else out.copy_(outer)
         filled = 1.0
     if part.Q is not None and part.K is not None:
-        torch.addmm(out, part.Q, part.K.mT, beta=filled, out=out)
+        torch.baddbmm(out, part.Q, part.K.mT, beta=filled, out=out)
     if block.masked is not None:
         out.masked_fill_(block.masked, float("-inf"))
-    if block.later is not None:
-        later = min(block.later.shape[1], width)
-        out[:, width - later :].masked_fill_(block.later[:, block.later.shape[1] - later :], float("-inf"))
-    return torch.softmax(out, -1, out=out)
-
-
-def _forward(
-    v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool, keep: bool
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    scores = Scores(*parts)
-    length = scores.length()
-    out = v.new_zeros(*v.shape[:2], length, v.shape[3])
-    space = v.new_empty(_size(length, v.shape[2]) * v.shape[2])
-    for block in _blocks(v, length, key_mask, is_causal):
-        b, h, rows, keys = block[:4]
-        weights = _weights(scores.of(b, h, rows, keys), block, space)
-        torch.mm(weights, v[b, h, keys], out=out[b, h, rows])
-    return out, ()
+    if block.most is not None:
+        edge = out[..., max(out.shape[-1] - block.most.shape[1], 0) :]
+        torch.minimum(edge, block.most[:, block.most.shape[1] - edge.shape[-1] :], out=edge)
+    return out
 
 
 def _size(length: int, keys: int) -> int:
     return min(max(BLOCK // max(keys, 1), ROWS), length)
 
 
+def _forward(
+    v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool, rectified: Rectified | None, keep: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    scores = Scores(*parts)
+    out = v.new_zeros(*v.shape[:2], scores.length(), v.shape[3])
+    sums = None if rectified is None or rectified.eps is None else torch.zeros_like(out[..., :1])
+    for block, (space,) in _blocks(v, scores, key_mask, is_causal, 1):
+        b, h, rows, keys = block[:4]
+        weights = _scores(scores.of(b, h, rows, keys), block, space)
+        if rectified is None:
+            weights = torch.softmax(weights, -1, out=space)
+        else:
+            weights = torch.clamp(weights, min=0.0, out=space)
+            weights = weights.square_() if rectified.power == 2 else weights
+        torch.bmm(weights, v[b, h, keys], out=out[b, h, rows])
+        if sums is not None:
+            torch.sum(weights, -1, keepdim=True, out=sums[b, h, rows])
+    if rectified is None or sums is None:
+        return out, ()
+    divisors = rectified.divisors(sums)
+    return out.div_(divisors), (divisors,)
+
+
 def _backward(
-    inputs: tuple[Tensor | None, ...], outputs: Any, saved: Any, gradients: tuple[Tensor, ...], *, is_causal: bool
-) -> tuple[Tensor | None, ...]:
-    v, key_mask, *parts = inputs
+    inputs: Tensors, outputs: Tensors, saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *,
+    is_causal: bool, rectified: Rectified | None,
+) -> Tensors:  # fmt: skip
+    (v, key_mask, *parts), (g,) = inputs, gradients
     assert v is not None
-    scores, g = Scores(*parts), gradients[0].contiguous()
-    once = key_mask is None and (scores.R is None or (len(scores.R) == len(v) and g.shape[2] <= v.shape[2]))
-    dv, grads = _grads(v, scores, once)
-    mean, turned, length = (g * outputs[0]).sum(-1, keepdim=True), g.mT.contiguous(), g.shape[2]
-    space, slopes = v.new_empty(2, _size(length, v.shape[2]) * v.shape[2])
-    for block in _blocks(v, length, key_mask, is_causal):
+    scores, g = Scores(*parts), g / saved[0] if saved else g.contiguous()
+    d_parts = [torch.zeros_like(x) if x is not None and x.requires_grad else None for x in parts]
+    dv, turned = v.mT.new_zeros(v.mT.shape).mT if v.requires_grad else None, g.mT.contiguous()  # channel by channel
+    mean = torch.linalg.vecdot(g, outputs[0])[..., None] if saved or rectified is None else None
+    for block, (space, slopes) in _blocks(v, scores, key_mask, is_causal, 2):
         b, h, rows, keys = block[:4]
         part = scores.of(b, h, rows, keys)
-        weights = _weights(part, block, space)
+        weights = _scores(part, block, space)
+        slopes = torch.bmm(g[b, h, rows], v[b, h, keys].mT, out=slopes)
+        if mean is not None:
+            slopes.sub_(mean[b, h, rows])
+        if rectified is None:
+            slopes.mul_(weights := torch.softmax(weights, -1, out=space))
+        else:
+            rectified.slopes_(slopes, weights := torch.clamp(weights, min=0.0, out=space))
         if dv is not None:
-            dv.mT[b, h, :, keys].addmm_(turned[b, h, :, rows], weights)
-        slope = torch.mm(g[b, h, rows], v[b, h, keys].mT, out=slopes[: weights.numel()].view(weights.shape))
-        slope.sub_(mean[b, h, rows])
-        spread(weights.mul_(slope), part, grads.of(b, h, rows, keys), keys, once)
-        if grads.R is not None and once:
-            grads.R[b, h, rows, keys.stop :] = 0.0
-    return dv, None, *grads
+            dv.mT[b, h, :, keys].baddbmm_(turned[b, h, :, rows], weights)
+        spread(slopes, part, Scores(*d_parts).of(b, h, rows, keys), keys)
+    return dv, None, *d_parts
 
 
-def _grads(v: Tensor, scores: Scores, once: bool) -> tuple[Tensor | None, Scores]:
-    """Room for the gradients: zeros, but for a table of which each block is met once; by column what keys share."""
-    v_, Q, K, R, share, X, Y = (x if x is not None and x.requires_grad else None for x in (v, *scores))
-    v_, K = (None if x is None else x.mT.new_zeros(x.mT.shape).mT for x in (v_, K))
-    Q, share, X, Y = (None if x is None else x.new_zeros(x.shape) for x in (Q, share, X, Y))
-    if R is not None:
-        R = R.new_empty(R.shape) if once else R.new_zeros(R.shape)
-    return v_, Scores(Q, K, R, share, X, Y)
-
-
-_ROWS = Operation(_plain, cpu=Fast(_forward, _backward))
+_FAST = Fast(_forward, _backward)
+_ROWS = Operation(_plain, cpu=_FAST, cuda=_FAST)

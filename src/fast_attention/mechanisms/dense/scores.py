@@ -38,27 +38,26 @@ class Scores(NamedTuple):
         if self.Q is not None and self.K is not None:
             parts.append(by_head(self.Q, self.K.mT))
         if self.R is not None:
-            parts.append(self.R if self.share is None else self.R * self.share[:, None, None])
+            parts.append(_weighed(self.R, self.share))
         if self.X is not None and self.Y is not None:
             outer = (self.X[..., :, None] * self.Y[..., None, :]).flatten(-2)
             parts.append(narrow(outer, keys, axis=-1))
         return sum(parts[1:], parts[0])
 
-    def of(self, b: int, h: int, rows: slice, keys: slice) -> Scores:
-        """The summands of one sequence and head, for some queries and keys."""
-        Q, K, R, X, Y = (_pick(x, b, h) for x in (self.Q, self.K, self.R, self.X, self.Y))
-        return Scores(
-            None if Q is None else Q[rows],
-            None if K is None else K[keys],
-            None if R is None else R[rows, keys],
-            None if self.share is None else self.share[h],
-            None if X is None else X[rows],
-            None if Y is None else Y[rows],
-        )
+    def of(self, b: int, heads: slice, rows: slice, keys: slice) -> Scores:
+        """The summands of one sequence and of some heads, for some queries and keys."""
+        Q, K, R, X, Y = (x if x is None else _pick(x, b, heads) for x in (self.Q, self.K, self.R, self.X, self.Y))
+        share = None if self.share is None else self.share[heads]
+        R = R if R is None else R[:, rows, keys]
+        return Scores(_at(Q, rows), _at(K, keys), R, share, _at(X, rows), _at(Y, rows))
 
 
-def _pick(x: Tensor | None, b: int, h: int) -> Tensor | None:
-    return None if x is None else x[b if x.shape[0] > 1 else 0, h if x.shape[1] > 1 else 0]
+def _pick(x: Tensor, b: int, heads: slice) -> Tensor:
+    return x[b if x.shape[0] > 1 else 0, heads if x.shape[1] > 1 else slice(None)]
+
+
+def _at(x: Tensor | None, tokens: slice) -> Tensor | None:
+    return None if x is None else x[:, tokens]
 
 
 def mixed(parts: Sequence[Scores], shares: Float[Tensor, "heads parts"], keys: int) -> Scores:
@@ -95,21 +94,21 @@ def _concat_parts(parts: list[Tensor]) -> Tensor | None:
     return torch.cat([x.expand(*sizes, x.shape[-1]) for x in parts], -1)
 
 
-def spread(slope: Tensor, part: Scores, grads: Scores, keys: slice, once: bool) -> None:
+def spread(slope: Tensor, part: Scores, grads: Scores, keys: slice) -> None:
     """Add the gradients of a block's summands, ``slope`` being that of its scores."""
     if grads.Q is not None and part.K is not None:
-        grads.Q.addmm_(slope, part.K)
+        grads.Q.baddbmm_(slope, part.K)
     if grads.K is not None and part.Q is not None:
-        grads.K.mT.addmm_(part.Q.mT, slope)
+        grads.K.mT.baddbmm_(part.Q.mT, slope)
     if grads.R is not None:
-        share = 1.0 if part.share is None else float(part.share)
-        torch.mul(slope, share, out=grads.R) if once else grads.R.add_(slope, alpha=share)
+        share: Tensor = slope.new_ones(()) if part.share is None else part.share[:, None, None]
+        grads.R.addcmul_(slope, share)
     if grads.share is not None and part.R is not None:
-        grads.share.add_((slope * part.R).sum())
+        grads.share.add_((slope * part.R).sum((1, 2)))
     if part.X is not None and part.Y is not None:
-        a, b = part.X.shape[1], part.Y.shape[1]
-        whole = pad(slope, (keys.start, a * b - keys.stop)).unflatten(1, (a, b))
+        a, b = part.X.shape[-1], part.Y.shape[-1]
+        whole = pad(slope, (keys.start, a * b - keys.stop)).unflatten(-1, (a, b))
         if grads.X is not None:
-            grads.X.add_((whole * part.Y[:, None, :]).sum(2))
+            grads.X.add_((whole * part.Y[..., None, :]).sum(-1))
         if grads.Y is not None:
-            grads.Y.add_((whole * part.X[:, :, None]).sum(1))
+            grads.Y.add_((whole * part.X[..., :, None]).sum(-2))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import pad
 
-from fast_attention.engine import tiles, trace
+from fast_attention.engine import operation, trace
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.fused import flash_forward, takes_flash
 from fast_attention.engine.heads import by_head
@@ -148,7 +148,7 @@ def dense_attention(
     key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """``softmax(relu(q_i) W + b) v``; long, by exact attention: columns of W are keys, b is a channel more of them."""
-    keys, few = v.shape[-2], rows.against(v, q.shape[-2])
+    keys, few = v.shape[-2], operation.unsupported_reason(v) or rows.few(v, q.shape[-2])
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, v, *w))
     if not few and key_mask is None and not is_causal and not trained:
         k, b = narrow(w.W, keys, axis=-1).mT.contiguous(), narrow(w.b, keys, axis=-1)[:, None]
@@ -158,7 +158,7 @@ def dense_attention(
             b = b.expand(len(v), -1, -1, -1)
             return flash_forward(q.relu(), k, v, b, keep=False, is_causal=False, scale=1.0)[0]
     scores = dense_scores(q, w, keys)
-    if few or tiles.against(q, v) or scores.Q is None or scores.K is None:
+    if few or scores.Q is None or scores.K is None:
         return attend(v, scores, is_causal=is_causal, key_mask=key_mask)
     k = scores.K.contiguous().expand(*v.shape[:-2], -1, -1)
     return relative_attention(scores.Q, k, v, None, is_causal=is_causal, key_mask=key_mask, scale=1.0)

@@ -6,7 +6,6 @@ relative to an anchor, the first visible key: only differences count, and large 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from fast_attention.engine.chunks import first_visible
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.engine.tracing import replaced
 from fast_attention.mechanisms.aft import reference as pool
+from fast_attention.mechanisms.log_manhattan.sums import Settings
 
 Mask = Bool[Tensor, "*#batch2 keys"]
 
@@ -26,14 +26,6 @@ class KeySums(NamedTuple):
     """State of log attention: sums over keys of 1, v_j, b_j v_j and b_j, side by side in one row."""
 
     sums: Float[Tensor, "*batch 1 sums"]
-
-
-class LogSettings(NamedTuple):
-    """``score`` gives a of queries and b of keys; ``normalized`` divides by the sum of the scores."""
-
-    score: Callable[[Tensor], Tensor]
-    normalized: bool
-    is_causal: bool
 
 
 def terms(
@@ -53,11 +45,11 @@ def read(
     return pool.quotient(numerator, count * a + scores) if normalized else numerator
 
 
-def log_sums(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: LogSettings) -> Tensor:
+def log_sums(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: Settings) -> Tensor:
     """``read`` with the sums over all keys, or, causal, over those up to each query."""
     rows = terms(settings.score(k), v, key_mask)
     rows = pool.last_rows(prefix_sums(rows), q.shape[-2]) if settings.is_causal else rows.sum(-2, keepdim=True)
-    return read(settings.score(q), rows, v.shape[-1], normalized=settings.normalized)
+    return read(settings.score(q), rows, v.shape[-1], normalized=settings.divisor == "scores")
 
 
 class Differences(NamedTuple):
@@ -68,14 +60,6 @@ class Differences(NamedTuple):
     number: Float[Tensor, "*batch rows 1"]  # visible keys
     plain: Float[Tensor, "*batch rows values"]  # S0 = sum_j x_j
     weighted: Float[Tensor, "*batch rows values"]  # S1 = sum_j (l_j - anchor) x_j
-
-
-class ManhattanSettings(NamedTuple):
-    """``value_and_log`` gives h and l of keys; ``mean`` divides the sum by the number of visible keys."""
-
-    value_and_log: Callable[[Tensor], tuple[Tensor, Tensor]]
-    mean: bool
-    is_causal: bool
 
 
 def signed(
@@ -153,11 +137,11 @@ def combined(earlier: Differences, later: Differences) -> Differences:
     return Differences(anchor, first, earlier.number + later.number, earlier.plain + later.plain, weighted)
 
 
-def manhattan_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: ManhattanSettings) -> Tensor:
-    """``h_i v_i + sum_j (l_j - l_i) v_j``; the sum over the number of visible keys with ``mean``."""
-    (h, l), x = settings.value_and_log(k), masks.drop(v, key_mask)
+def manhattan_sums(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: Settings) -> Tensor:
+    """``h_i v_i + sum_j (l_j - l_i) v_j``, the queries being the keys; the sum over the number of visible keys."""
+    (h, l), x = settings.score(k), masks.drop(v, key_mask)
     out = signed(l, x, key_mask, is_causal=settings.is_causal)
-    if settings.mean:
+    if settings.divisor == "count":
         ones = pool.visible_ones(l[..., :1], key_mask)
         count = prefix_sums(ones) if settings.is_causal else ones.sum(-2, keepdim=True)
         out = out / count.clamp(min=1.0)

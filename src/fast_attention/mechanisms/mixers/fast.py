@@ -40,10 +40,9 @@ def triangle(
 
 def _lower_forward(W: Tensor, x: Tensor, *, keep: bool) -> tuple[Tensor, tuple[()]]:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    sequences, outs = _sequences(x), _sequences(out)
     for i, j in _blocks(W):
         diagonal = W[i:j, i:j].tril()
-        for tokens, rows in zip(sequences, outs, strict=True):
+        for tokens, rows in zip(_sequences(x), _sequences(out), strict=True):
             torch.mm(diagonal, tokens[i:j], out=rows[i:j])
             rows[i:j].addmm_(W[i:j, :i], tokens[:i])
     return out, ()
@@ -51,28 +50,20 @@ def _lower_forward(W: Tensor, x: Tensor, *, keep: bool) -> tuple[Tensor, tuple[(
 
 def _lower_backward(
     inputs: tuple[Any, ...], outputs: Any, saved: Any, gradients: tuple[Tensor, ...]
-) -> tuple[Tensor | None, ...]:
-    W, x = inputs
-    dW = torch.empty_like(W, memory_format=torch.contiguous_format) if W.requires_grad else None
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if x.requires_grad else None
-    sequences, grads = _sequences(x), _sequences(gradients[0])
+) -> tuple[Tensor, Tensor]:
+    (W, x), (dW, dx) = inputs, (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs)
     for i, j in _blocks(W):
-        if dW is not None:
-            dW[i:j, j:] = 0.0
-            for b, (tokens, grad) in enumerate(zip(sequences, grads, strict=True)):
-                torch.addmm(dW[i:j, :j], grad[i:j], tokens[:j].mT, beta=float(b > 0), out=dW[i:j, :j])
-            dW[i:j, i:j].tril_()
-        if dx is not None:
-            diagonal = W[i:j, i:j].tril().mT
-            for d_tokens, grad in zip(_sequences(dx), grads, strict=True):
-                torch.mm(diagonal, grad[i:j], out=d_tokens[i:j])
-                d_tokens[i:j].addmm_(W[j:, i:j].mT, grad[j:])
+        weights = W[i:j, :j].tril(i)
+        for tokens, grad, d_tokens in zip(*(_sequences(y) for y in (x, gradients[0], dx)), strict=True):
+            dW[i:j, :j].addmm_(grad[i:j], tokens[:j].mT)
+            d_tokens[:j].addmm_(weights.mT, grad[i:j])
+        dW[i:j, i:j].tril_()
     return dW, dx
 
 
-def _sequences(x: Tensor) -> list[Tensor]:
+def _sequences(x: Tensor) -> tuple[Tensor, ...]:
     """One matrix for each sequence: views, where x allows it."""
-    return list(x.reshape(-1, *x.shape[-2:]).unbind(0))
+    return x.reshape(-1, *x.shape[-2:]).unbind(0)
 
 
 def _blocks(W: Tensor) -> list[tuple[int, int]]:
