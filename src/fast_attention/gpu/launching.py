@@ -26,7 +26,7 @@ Read = tuple[Tensor, ...]  # outputs, and what is kept of a forward pass
 
 
 class Sums:
-    """What families of kernels share: states of D features, their sums from chunk to chunk, and their gradients.
+    """States of D features, their sums from chunk to chunk and their gradients: shared by families of kernels.
 
     ``scaled``: states end with logarithms of what sums are divided by. ``begins`` (chunks,): which chunks are the first
     of a packed sequence.
@@ -207,21 +207,21 @@ class Launch(Sums):
                 num_warps=4,
             )  # fmt: skip
         kept = factors, weights, *(shifts or [None])
-        behind, whole = self.sums(q, grad, None, after, kept, backwards=True)
+        later_sums, whole = self.sums(q, grad, None, after, kept, backwards=True)
         dq, of_logs = self._of_tokens(gradients.of_queries, q, tokens, states, grad, *kept, CAUSAL=is_causal)
-        return dq, of_logs, weights, behind, whole
+        return dq, of_logs, weights, later_sums, whole
 
     def of_keys(
-        self, tokens: Tokens, read: Read | None, weights: Tensor | None, behind: Tensor, *, is_causal: bool
+        self, tokens: Tokens, read: Read | None, weights: Tensor | None, later_sums: Tensor, *, is_causal: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of keys, of values, and of what logarithms keys give; noncausal, only ``behind`` is of queries."""
+        """Gradients of keys, of values, and of what logarithms keys give; of queries only ``later_sums`` if noncausal."""
         (_, k, v, _, grad), (factors, _, *shifts) = tokens, (None, None) if read is None else read[1:-1]
         shift, dv = shifts[0] if shifts else None, v.new_empty(v.shape)
         dk, of_logs = self._of_tokens(
-            gradients.of_keys, k, tokens, behind, grad, factors, weights, shift, CAUSAL=is_causal
+            gradients.of_keys, k, tokens, later_sums, grad, factors, weights, shift, CAUSAL=is_causal
         )
         parts = -(-v.shape[-1] // self.sizes.backward.values)
-        self._run(gradients.of_values, k, parts, tokens, behind, grad, factors, shift, dv, CAUSAL=is_causal)
+        self._run(gradients.of_values, k, parts, tokens, later_sums, grad, factors, shift, dv, CAUSAL=is_causal)
         return dk, dv, of_logs
 
     def _of_tokens(
@@ -243,12 +243,12 @@ class Launch(Sums):
         """Launch a kernel over blocks of tokens ``x``, so many programs a block; ``tokens`` as long as it reads."""
         q, k, v, mask, *grads = tokens
         sizes = self.sizes.backward if grads else self.sizes.forward
-        (batch, heads, length, width), decays, fading = x.shape, self.decays, (None, None)
+        (batch, heads, length, width), decays, tables = x.shape, self.decays, (None, None)
         if decays is not None:
             gives = kernel in (gradients.of_keys, gradients.of_values)
-            fading = decays.until if gives else decays.since, decays.logs
+            tables = decays.until if gives else decays.since, decays.logs
         launch(
-            kernel, batch * heads * -(-length // sizes.block) * parts, q, k, v, *self.parts, self.bias, mask, *fading,
+            kernel, batch * heads * -(-length // sizes.block) * parts, q, k, v, *self.parts, self.bias, mask, *tables,
             states, *given, heads, length if q is None else q.shape[2], 0 if k is None else k.shape[2], self.features,
             width, self._values(states), states.shape[2] if CAUSAL else 1, self._low, self.offset, *strides(q, 3),
             *strides(k, 3), *strides(v, 3), *strides(mask, 2), *(n for x in grads for n in strides(x, 3)),

@@ -34,7 +34,7 @@ class Operations(NamedTuple):
     def of(
         cls, launch: Callable[..., Any], scan: Callable[..., Any], sums: Callable[..., Any], read: Callable[..., Any]
     ) -> Operations:
-        """Of ``launch(tokens, width of values, *weights, **settings)`` and of references."""
+        """The operations of ``launch(tokens, width of values, *weights, **settings)`` and of references."""
         kernels = _Kernels(launch)
 
         def operation(plain: Callable[..., Any], forward: Any, backward: Any, outputs: int = 1) -> Operation:
@@ -65,8 +65,8 @@ class _Kernels:
         run, mask = self.launch(q, v.shape[-1], *weights, **settings), as_bytes(key_mask, k)
         q, k, v, grad = contiguous(q, k, v, grad)
         tokens, read, after = (q, k, v, mask, grad), (out, *saved), run.over_scales(d_last, last)
-        dq, of_queries, of_denominators, behind, whole = run.of_queries(tokens, read, after, is_causal=True)
-        dk, dv, of_keys = run.of_keys(tokens, read, of_denominators, behind, is_causal=True)
+        dq, of_queries, of_denominators, later_sums, whole = run.of_queries(tokens, read, after, is_causal=True)
+        dk, dv, of_keys = run.of_keys(tokens, read, of_denominators, later_sums, is_causal=True)
         d_first = None if first is None else run.at_scales(whole, first)
         of_weights = run.of_weights(q, k, of_queries, of_keys, (last, d_last))[: len(weights)]
         return dq, dk, dv, None, d_first, *of_weights

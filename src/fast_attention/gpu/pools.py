@@ -293,15 +293,15 @@ class Launch(Sums):
         return dq, None, None, sums, self.running(sums, after, 1, backwards=True)
 
     def of_keys(
-        self, tokens: Tokens, read: Read | None, weights: None, behind: Tensor, *, is_causal: bool
+        self, tokens: Tokens, read: Read | None, weights: None, later_sums: Tensor, *, is_causal: bool
     ) -> tuple[Tensor, Tensor, None]:
-        """Gradients of keys and values; noncausal, only ``behind`` is of queries."""
+        """Gradients of keys and values; noncausal, only ``later_sums`` is of queries."""
         (q, k, v, mask, grad), (out, rest, logs, *_) = tokens, read or (None, None, None)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         launch(
             of_keys, self.walks * self.chunks, q, k, v, mask, out, rest if rest is not None and rest.ndim > 1 else None,
-            grad, logs, behind, dk, dv, *self.sizes, *strides(q, 3), *strides(k, 3), *strides(v, 3), *strides(mask, 2),
-            *strides(grad, 3), CAUSAL=is_causal, GATED=self.gated, **self.options,
+            grad, logs, later_sums, dk, dv, *self.sizes, *strides(q, 3), *strides(k, 3), *strides(v, 3),
+            *strides(mask, 2), *strides(grad, 3), CAUSAL=is_causal, GATED=self.gated, **self.options,
         )  # fmt: skip
         return dk, dv, None
 
