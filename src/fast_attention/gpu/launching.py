@@ -214,7 +214,7 @@ class Launch(Sums):
     def of_keys(
         self, tokens: Tokens, read: Read | None, weights: Tensor | None, later_sums: Tensor, *, is_causal: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of keys, of values, and of what logarithms keys give; of queries only ``later_sums`` if noncausal."""
+        """Gradients of keys, values and what logarithms keys give; noncausal, only ``later_sums`` is of queries."""
         (_, k, v, _, grad), (factors, _, *shifts) = tokens, (None, None) if read is None else read[1:-1]
         shift, dv = shifts[0] if shifts else None, v.new_empty(v.shape)
         dk, of_logs = self._of_tokens(
