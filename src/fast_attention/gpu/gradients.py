@@ -37,6 +37,7 @@ from fast_attention.gpu.tiles import (
     load_mask,
     numbers,
     of_head,
+    of_weights,
     place,
     row,
     slope,
@@ -65,7 +66,7 @@ def query_pairs(
 
 @triton.jit
 def key_pairs(
-    GRAD, gt, other, length, factors, WEIGHTS, V, vt, first, keys, VISIBLE, E,
+    GRAD, gt, other, length, FACTORS, WEIGHTS, V, vt, first, keys, VISIBLE, E,
     PRECISION: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of pairs as (keys, queries), for a block of keys and one of queries; zeros where these come
@@ -77,7 +78,8 @@ def key_pairs(
         grad = turned(GRAD, gt, other, length, e, E, None, 0.0, NONE, BT, BE)
         pairs = tl.dot(v, grad, pairs, input_precision=PRECISION)
     earlier = other + tl.arange(0, BT)[None, :] < first + tl.arange(0, BT)[:, None]
-    return tl.where(earlier, 0.0, pairs * factors[None, :] + row(WEIGHTS, other, length, BT)[None, :])
+    pairs = pairs * row(FACTORS, other, length, BT)[None, :] + row(WEIGHTS, other, length, BT)[None, :]
+    return tl.where(earlier, 0.0, pairs)
 
 
 @triton.jit
@@ -138,8 +140,8 @@ def of_queries(
     chunk = first // CHUNK if CAUSAL else 0
     Q, K, V = of_head(Q, n, heads, qb, qh), of_head(K, n, heads, kb, kh), of_head(V, n, heads, vb, vh)
     GRAD, VISIBLE = of_head(GRAD, n, heads, gb, gh), of_head(VISIBLE, n, heads, mb, mh)
-    QROWS, KROWS = of_head(QROWS, n, heads, 0, D * width), of_head(KROWS, n, heads, 0, D * width)
-    STATES, BIAS = STATES + (n * chunks + chunk) * numbers(D, E, MAP == EXPONENTIAL), of_head(BIAS, n, heads, 0, D)
+    QROWS, KROWS = of_weights(QROWS, n, heads, D, width), of_weights(KROWS, n, heads, D, width)
+    STATES, BIAS = STATES + (n * chunks + chunk) * numbers(D, E, MAP == EXPONENTIAL), of_weights(BIAS, n, heads, D, 1)
     factors = row(FACTORS + n * length, first, length, BT)[:, None]
     weights = row(WEIGHTS + n * length, first, length, BT)[:, None]
     if MAP == EXPONENTIAL:
@@ -200,8 +202,8 @@ def of_keys(
     chunk = first // CHUNK if CAUSAL else 0
     Q, K, V = of_head(Q, n, heads, qb, qh), of_head(K, n, heads, kb, kh), of_head(V, n, heads, vb, vh)
     GRAD, VISIBLE = of_head(GRAD, n, heads, gb, gh), of_head(VISIBLE, n, heads, mb, mh)
-    QROWS, KROWS = of_head(QROWS, n, heads, 0, D * width), of_head(KROWS, n, heads, 0, D * width)
-    STATES, BIAS = STATES + (n * chunks + chunk) * numbers(D, E, MAP == EXPONENTIAL), of_head(BIAS, n, heads, 0, D)
+    QROWS, KROWS = of_weights(QROWS, n, heads, D, width), of_weights(KROWS, n, heads, D, width)
+    STATES, BIAS = STATES + (n * chunks + chunk) * numbers(D, E, MAP == EXPONENTIAL), of_weights(BIAS, n, heads, D, 1)
     if MAP == EXPONENTIAL:
         is_visible = load_mask(VISIBLE, first, keys, BT)[:, None]
         x = tokens(K, kt, first, keys, width, VISIBLE, BT, BW)
@@ -217,8 +219,8 @@ def of_keys(
                 for other in range(first, tl.minimum(chunk * CHUNK + CHUNK, length), BT):
                     factors = row(FACTORS + n * length, other, length, BT)
                     pairs = key_pairs(
-                        GRAD, gt, other, length, factors, WEIGHTS + n * length, V, vt, first, keys, VISIBLE, E,
-                        PRECISION, BT, BE,
+                        GRAD, gt, other, length, FACTORS + n * length, WEIGHTS + n * length, V, vt, first, keys,
+                        VISIBLE, E, PRECISION, BT, BE,
                     )  # fmt: skip
                     y = tokens(Q, qt, other, length, width, None, BT, BW)
                     g = of_tokens(y, QROWS, BIAS, d, D, width, low, offset, FLOOR, False, BD, BW)
@@ -240,10 +242,9 @@ def of_keys(
             total *= row(UNTIL + n * keys, first, keys, BT)[:, None]
         if CAUSAL:
             for other in range(first, tl.minimum(chunk * CHUNK + CHUNK, length), BT):
-                factors = row(FACTORS + n * length, other, length, BT)
                 pairs = key_pairs(
-                    GRAD, gt, other, length, factors, WEIGHTS + n * length, V, vt, first, keys, VISIBLE, E, PRECISION,
-                    BT, BE,
+                    GRAD, gt, other, length, FACTORS + n * length, WEIGHTS + n * length, V, vt, first, keys, VISIBLE, E,
+                    PRECISION, BT, BE,
                 )  # fmt: skip
                 if LOGS is not None:
                     pairs *= after(LOGS + n * length, low, first, other, length, BT)
@@ -282,8 +283,8 @@ def of_values(
     n, first, e = place(keys, E, BT, BE)
     chunk, rows = first // CHUNK if CAUSAL else 0, tl.arange(0, BT)
     Q, K, GRAD = of_head(Q, n, heads, qb, qh), of_head(K, n, heads, kb, kh), of_head(GRAD, n, heads, gb, gh)
-    VISIBLE, BIAS = of_head(VISIBLE, n, heads, mb, mh), of_head(BIAS, n, heads, 0, D)
-    QROWS, KROWS = of_head(QROWS, n, heads, 0, D * width), of_head(KROWS, n, heads, 0, D * width)
+    VISIBLE, BIAS = of_head(VISIBLE, n, heads, mb, mh), of_weights(BIAS, n, heads, D, 1)
+    QROWS, KROWS = of_weights(QROWS, n, heads, D, width), of_weights(KROWS, n, heads, D, width)
     STATES += (n * chunks + chunk) * numbers(D, E, MAP == EXPONENTIAL)
     total = tl.zeros((BT, BE), tl.float32)
     if MAP == EXPONENTIAL:

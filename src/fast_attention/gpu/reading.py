@@ -30,6 +30,7 @@ from fast_attention.gpu.tiles import (
     load_mask,
     numbers,
     of_head,
+    of_weights,
     place,
     round_tf32,
     row,
@@ -113,8 +114,8 @@ def outputs(
     n, first, e = place(length, E, BT, BE)
     chunk, rows = first // CHUNK if CAUSAL else 0, first + tl.arange(0, BT)
     Q, K, V = of_head(Q, n, heads, qb, qh), of_head(K, n, heads, kb, kh), of_head(V, n, heads, vb, vh)
-    VISIBLE, BIAS = of_head(VISIBLE, n, heads, mb, mh), of_head(BIAS, n, heads, 0, D)
-    QROWS, KROWS = of_head(QROWS, n, heads, 0, D * width), of_head(KROWS, n, heads, 0, D * width)
+    VISIBLE, BIAS = of_head(VISIBLE, n, heads, mb, mh), of_weights(BIAS, n, heads, D, 1)
+    QROWS, KROWS = of_weights(QROWS, n, heads, D, width), of_weights(KROWS, n, heads, D, width)
     STATES += (n * chunks + chunk) * numbers(D, E, MAP == EXPONENTIAL)
     numerator, denominator = tl.zeros((BT, BE), tl.float32), tl.zeros((BT,), tl.float32)
     largest = tl.full((BT,), FLOOR, tl.float32)

@@ -18,6 +18,7 @@ from fast_attention.gpu.tiles import (
     load_sums,
     numbers,
     of_head,
+    of_weights,
     place,
     row,
     store_state,
@@ -54,8 +55,8 @@ def step(
     n, _, e = place(1, E, 1, BE)
     SCALED: tl.constexpr = MAP == EXPONENTIAL
     Q, K, V = of_head(Q, n, heads, qb, qh), of_head(K, n, heads, kb, kh), of_head(V, n, heads, vb, vh)
-    QROWS, KROWS = of_head(QROWS, n, heads, 0, D * width), of_head(KROWS, n, heads, 0, D * width)
-    VISIBLE, BIAS = of_head(VISIBLE, n, heads, mb, mh), of_head(BIAS, n, heads, 0, D)
+    QROWS, KROWS = of_weights(QROWS, n, heads, D, width), of_weights(KROWS, n, heads, D, width)
+    VISIBLE, BIAS = of_head(VISIBLE, n, heads, mb, mh), of_weights(BIAS, n, heads, D, 1)
     is_visible = tl.load(VISIBLE) != 0 if VISIBLE is not None else True
     STATE, NEXT = STATE + n * numbers(D, E, SCALED), NEXT + n * numbers(D, E, SCALED)
     v, numerator = token(V, is_visible, e, E, BE), tl.zeros((BE,), tl.float32)

@@ -22,6 +22,7 @@ from fast_attention.gpu.tiles import (
     load_sums,
     numbers,
     of_head,
+    of_weights,
     place,
     round_tf32,
     row,
@@ -49,7 +50,7 @@ def chunk_sums(
     chunk, n = (at % chunks).to(tl.int32), at // chunks
     d, e = part // tl.cdiv(E, BE) * BD, part % tl.cdiv(E, BE) * BE
     X, V, VISIBLE = of_head(X, n, heads, xb, xh), of_head(V, n, heads, vb, vh), of_head(VISIBLE, n, heads, mb, mh)
-    ROWS, BIAS = of_head(ROWS, n, heads, 0, D * width), of_head(BIAS, n, heads, 0, D)
+    ROWS, BIAS = of_weights(ROWS, n, heads, D, width), of_weights(BIAS, n, heads, D, 1)
     products, sums = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32)
     largest = tl.full((BD,), FLOOR, tl.float32)
     for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), BT):

@@ -58,6 +58,15 @@ def slope(x, MAP: tl.constexpr):
 
 
 @triton.jit
+def of_weights(pointer, n, heads, rows, width):
+    """A pointer to what a head has for all sequences, (rows, width), if there is any."""
+    if pointer is None:
+        return None
+    else:
+        return pointer + n % heads * rows * width
+
+
+@triton.jit
 def load_mask(visible, first, length, ROWS: tl.constexpr):
     """Which tokens exist and may be seen, (ROWS)."""
     rows = first + tl.arange(0, ROWS)
