@@ -48,9 +48,9 @@ def compiled(caught: Caught, target: int) -> dict[str, int]:
 def row(caught: Caught, target: int, told: dict[str, int]) -> dict[str, Any]:
     """What is said of one program, in a line."""
     kinds = [kind for kind in caught.signature.values() if kind.startswith("*")]
-    sizes = "CAUSAL", "WEIGHTED", "DECAYED", "QUERIES", "HAS_MASK", "PRECISION", "CHUNK", "BT", "BC", "BD", "BW", "BE"
+    sizes = "MAP", "SCALED", "CAUSAL", "PRECISION", "CHUNK", "BT", "BC", "BD", "BW", "BE"
     return {
-        "kernel": ".".join([*caught.module.split(".")[2:-1], caught.name]), "target": target, "dtype": kinds[0][1:],
+        "kernel": f"{caught.module.rpartition('.')[2]}.{caught.name}", "target": target, "dtype": kinds[0][1:],
         **{key: caught.constants.get(key) for key in sizes}, **caught.options, **told,
     }  # fmt: skip
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import configurations, maps, self_check
-from fast_attention.gpu.configurations import EXPONENTIAL, Exponential
-from fast_attention.gpu.exponential.launching import Launch
+from fast_attention.gpu.configurations import EXPONENTIAL, Sizes
+from fast_attention.gpu.launching import Launch
 from fast_attention.gpu.self_check import LARGEST, Case
 from tests.gpu.conftest import INTERPRETED, tf32_cut_off
 
@@ -64,16 +64,11 @@ def varied(changes: dict[str, Any]) -> Iterator[None]:
     """Exponential features computed otherwise."""
     sizes, precision = {name: to for name, to in changes.items() if name != "precision"}, changes.get("precision")
     row = EXPONENTIAL[WIDTH, False]
-    other = Exponential(row.forward._replace(**sizes), row.backward._replace(**sizes))
-    make = Launch.of.__func__  # type: ignore[attr-defined]
-
-    def of(cls: type[Launch], *given: Any, **named: Any) -> Launch:
-        launch = make(cls, *given, **named)
-        return Launch(launch.weights, launch.sizes, precision or launch.precision, launch.begins)
-
+    other = Sizes(row.forward._replace(**sizes), row.backward._replace(**sizes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(configurations.EXPONENTIAL, (WIDTH, False), other)
-        patch.setattr(Launch, "of", classmethod(of))
+        if precision:
+            patch.setattr(Launch, "precision", precision)
         yield
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from fast_attention.gpu import maps
+
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one block may have
 SPILLED = {80: 256, 90: 64, 100: 80}  # bytes of a thread's stack: next to none but on sm_80
 EXPONENTIAL = {("bf16", 64): 160, ("bf16", 128): 304, ("fp32", 64): 160, ("fp32", 128): 960}  # by dtype and width
@@ -27,18 +29,17 @@ def test_registers_and_shared_memory_suffice(dtype: str, kind: str) -> None:
     )  # fmt: skip
     assert told.returncode == 0, told.stderr[-3000:]
     rows = [json.loads(line) for line in told.stdout.splitlines()]
-    kernels = {"chunk_sums", "running_sums", "row_products", "outputs", "of_queries", "of_keys", "of_values"}
-    exponential = {f"exponential.{name}" for name in kernels - {"row_products"}}
-    pooling = {"chunk_pools", "running_pools", "outputs", "of_queries", "running_sums", "of_keys"}
-    others = {f"pooling.{name}" for name in pooling}
-    steps = {"elementwise", "exponential.exponential"}
-    assert {row["kernel"] for row in rows} == kernels | exponential | others | steps
+    kernels = {"sums.chunk_sums", "sums.running_sums", "sums.row_products", "reading.outputs", "steps.step"}
+    kernels |= {f"gradients.{name}" for name in ("of_queries", "of_keys", "of_values")}
+    kernels |= {f"pools.{name}" for name in ("chunk_pools", "outputs", "of_queries", "of_keys")}
+    assert {row["kernel"] for row in rows} == kernels
+    assert {row["MAP"] for row in rows if row["kernel"] == "gradients.of_keys"} == {maps.ELU, maps.EXPONENTIAL}
     assert {row["target"] for row in rows if row["dtype"] == kind} == {*SHARED}
     wrong = [row for row in rows if row["stack"] > allowed(row) or row["shared"] > SHARED[row["target"]]]
     assert not wrong, wrong
 
 
 def allowed(row: dict[str, Any]) -> int:
-    if not row["kernel"].startswith("exponential"):
+    if row["MAP"] != maps.EXPONENTIAL and not row["SCALED"]:
         return SPILLED[row["target"]]
     return EXPONENTIAL[row["dtype"], row["BW"] or 128]  # running sums know no width

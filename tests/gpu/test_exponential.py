@@ -14,8 +14,8 @@ from torch import Tensor
 from fast_attention import Favor, FavorPlus, FavorPlusPlus, LearnedFeatures, attention, explain
 from fast_attention.engine import trace
 from fast_attention.functional import implementation
+from fast_attention.gpu import exponential as operations
 from fast_attention.gpu.configurations import EXPONENTIAL, WIDEST_PROJECTED, exponential
-from fast_attention.gpu.exponential import operations
 from fast_attention.traits import Shape
 from tests.gpu.conftest import INTERPRETED
 from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned, tensors
@@ -108,9 +108,8 @@ def agree(sizes: tuple[int, int, int, int], dtype: torch.dtype, is_causal: bool,
 
 def plain_forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None) -> Any:
     """The functions of a set of kernels in plain operations."""
-    rows = query_rows, key_rows, bias
     return SimpleNamespace(
-        scan=lambda q, k, v, mask, first: operations.plain_scan(q, k, v, mask, first, *rows),
+        scan=lambda q, k, v, mask, first: operations.plain_scan(q, k, v, mask, first, query_rows, bias, key_rows),
         sums=lambda k, v, mask: operations.plain_sums(k, v, mask, key_rows, bias),
         read=lambda q, sums: operations.plain_read(q, sums, query_rows, bias),
     )
@@ -281,7 +280,7 @@ def test_operations_keep_torchs_rules(name: str) -> None:
         first = operations.feature_sums(k, v, mask, key_rows, bias)
     first.requires_grad_()
     given: dict[str, Any] = {
-        "feature_scan": (q, k, v, mask, first, query_rows, key_rows, bias, None),
+        "feature_scan": (q, k, v, mask, first, query_rows, bias, key_rows, None),
         "feature_sums": (k, v, mask, key_rows, bias),
         "feature_read": (q, first, query_rows, bias),
     }

@@ -23,10 +23,9 @@ from fast_attention import (
 from fast_attention.engine import trace
 from fast_attention.feature_maps.features import Identity, Relu
 from fast_attention.functional import implementation
-from fast_attention.gpu import configurations, flex
+from fast_attention.gpu import configurations, flex, pooling
+from fast_attention.gpu import exponential as operations
 from fast_attention.gpu.configurations import EXPONENTIAL
-from fast_attention.gpu.exponential import operations
-from fast_attention.gpu.pooling import operations as pooling
 from fast_attention.integrations import attention
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanisms.aft import aft_simple as aft
@@ -135,7 +134,7 @@ def test_second_derivatives_keep_sequences_apart(name: str, monkeypatch: pytest.
     (q, k, v), _, _ = packed_heads((32,), 4)
     begins, rows, found = torch.tensor([1, 1], dtype=torch.uint8), torch.randn(2, 4, 4), []
     forms: dict[str, Any] = {
-        "feature_scan": (operations.feature_scan, operations.plain_scan, (rows, rows, None, begins), {}),
+        "feature_scan": (operations.feature_scan, operations.plain_scan, (rows, None, rows, begins), {}),
         "pool_scan": (pooling.pool_scan, pooling.plain_scan, (begins,), {"gated": True}),
     }
     kernel, twin, given, settings = forms[name]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fast_attention import AFTSimple, attention, explain
 from fast_attention.engine import trace
-from fast_attention.gpu.pooling import launching, operations
+from fast_attention.gpu import pooling, pools
 from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned
 from tests.gpu.heads import tensors as of_widths
 from tests.oracles.aft import simple as oracle
@@ -23,7 +23,7 @@ SIZES = [(5, 16), (16, 17), (70, 40)]  # width, tokens
 def short_chunks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Several chunks of few tokens: a walk by Triton's interpreter takes milliseconds a token."""
     if device.type == "cpu":
-        monkeypatch.setattr(launching, "SHORTEST", 16)
+        monkeypatch.setattr(pools, "SHORTEST", 16)
 
 
 def tensors(width: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
@@ -31,8 +31,8 @@ def tensors(width: int, length: int, keys: int | None = None, dtype: torch.dtype
 
 
 def first_pool(width: int) -> Tensor:
-    """Of some keys: a largest one, and sums over its exponential."""
-    return torch.cat([torch.randn(1, 1, width), torch.randn(1, 1, width), 1 + torch.rand(1, 1, width)], -1)
+    """Of some keys: sums over the exponential of a largest one, and that one."""
+    return torch.cat([torch.randn(1, 1, width), 1 + torch.rand(1, 1, width), torch.randn(1, 1, width)], -1)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -78,12 +78,12 @@ def agree(sizes: tuple[int, int], dtype: torch.dtype, masked: bool, gated: bool,
     bound = max(KINDS[dtype], 5e-7 * spread)
     first, mask = first_pool(sizes[0]).requires_grad_(), mask if masked else None
     x, wide = double(q, k, v, first), None if mask is None else mask.expand(k.shape[:-1])
-    results = operations.pool_scan(q, k, v, mask, first, None, gated=gated)
-    expected = operations.plain_scan(*x[:3], wide, x[3], None, gated=gated)
+    results = pooling.pool_scan(q, k, v, mask, first, None, gated=gated)
+    expected = pooling.plain_scan(*x[:3], wide, x[3], None, gated=gated)
     same((q, k, v, first), x, results, expected, dtype, bound)
-    pool, right = operations.pool_sums(k, v, mask), operations.plain_sums(*x[1:3], wide)
-    results = pool, operations.pool_read(q, pool, gated=gated)
-    same((q, k, v), x[:3], results, (right, operations.plain_read(x[0], right, gated=gated)), dtype, bound)
+    pool, right = pooling.pool_sums(k, v, mask), pooling.plain_sums(*x[1:3], wide)
+    results = pool, pooling.pool_read(q, pool, gated=gated)
+    same((q, k, v), x[:3], results, (right, pooling.plain_read(x[0], right, gated=gated)), dtype, bound)
 
 
 def same(given: Any, x: Any, results: Any, expected: Any, dtype: torch.dtype, bound: float) -> None:
@@ -103,8 +103,8 @@ def test_hidden_tokens_are_not_read() -> None:
         with torch.no_grad():
             k.masked_fill_(~mask[..., None], rubbish)
             v.masked_fill_(~mask[..., None], rubbish)
-        read = operations.pool_read(q, operations.pool_sums(k, v, mask), gated=True)
-        for out in (operations.pool_scan(q, k, v, mask, None, None, gated=True)[0], read):
+        read = pooling.pool_read(q, pooling.pool_sums(k, v, mask), gated=True)
+        for out in (pooling.pool_scan(q, k, v, mask, None, None, gated=True)[0], read):
             outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     for clean, rubbished in zip(outs[:2], outs[2:], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(clean, rubbished, strict=True))
@@ -113,11 +113,11 @@ def test_hidden_tokens_are_not_read() -> None:
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
     (q, k, v), _ = tensors(16, 50)
     mask = torch.arange(50).expand(1, 1, 50) >= 35
-    out = operations.pool_scan(q, k, v, mask, None, None, gated=True)[0]
+    out = pooling.pool_scan(q, k, v, mask, None, None, gated=True)[0]
     assert not out[..., :35, :].any()
     assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(out.square().sum(), (q, k, v)))
     none = torch.zeros(1, 1, 50, dtype=torch.bool)
-    assert not operations.pool_read(q, operations.pool_sums(k, v, none), gated=True).any()
+    assert not pooling.pool_read(q, pooling.pool_sums(k, v, none), gated=True).any()
 
 
 def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +125,8 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
         torch.manual_seed(1)
         (q, k, v), mask = tensors(20, 40, dtype=torch.float16)
         first = first_pool(20).requires_grad_()
-        scanned = operations.pool_scan(q, k, v, mask, first, None, gated=True)
-        read = operations.pool_read(q, operations.pool_sums(k, v, mask), gated=True)
+        scanned = pooling.pool_scan(q, k, v, mask, first, None, gated=True)
+        read = pooling.pool_read(q, pooling.pool_sums(k, v, mask), gated=True)
         loss = sum(x.float().square().sum() for x in (*scanned, read))
         return [*scanned, read, *torch.autograd.grad(loss, (q, k, v, first))]  # type: ignore[arg-type]
 
@@ -164,7 +164,7 @@ def test_parts_behind_a_pool_are_the_whole() -> None:
 def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(4, 20)
     found = []
-    for form in (operations.pool_scan, operations.plain_scan):
+    for form in (pooling.pool_scan, pooling.plain_scan):
         out = form(q, k, v, None, None, None, gated=True)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v)))
@@ -182,7 +182,7 @@ def test_operations_keep_torchs_rules(name: str) -> None:
         "pool_read": (q, first),
     }
     settings = {} if name == "pool_sums" else {"gated": True}
-    assert by_torchs_rules(getattr(operations, name), given[name], settings)
+    assert by_torchs_rules(getattr(pooling, name), given[name], settings)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

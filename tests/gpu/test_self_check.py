@@ -13,7 +13,7 @@ import torch
 
 from fast_attention import LinearAttention, __version__, attention
 from fast_attention.engine import trace
-from fast_attention.gpu import maps, operations, self_check
+from fast_attention.gpu import elementwise, maps, self_check
 from fast_attention.gpu.self_check import Case
 from tests.gpu import errors
 
@@ -84,7 +84,7 @@ def test_every_part_is_told_and_where_it_is_wrong(monkeypatch: pytest.MonkeyPatc
     assert not any("REFUSED" in line for line in lines)
     with errors.varied({"block": 16, "precision": "ieee"}):
         assert not any("REFUSED" in line for line in errors.told(case, torch.bfloat16, device, masked=False))
-    right = operations.chunk_scan
+    right = elementwise.chunk_scan
 
     def wrong(*given: Any, **settings: Any) -> Any:
         out, *rest = right(*given, **settings)
@@ -92,7 +92,7 @@ def test_every_part_is_told_and_where_it_is_wrong(monkeypatch: pytest.MonkeyPatc
             return out, *rest
         return out * torch.where(torch.arange(70)[:, None] == 40, 1.5, 1.0).to(out.dtype), *rest
 
-    monkeypatch.setattr(operations, "chunk_scan", wrong)
+    monkeypatch.setattr(elementwise, "chunk_scan", wrong)
     output, *_, state = errors.told(ELEMENTWISE, torch.bfloat16, device, masked=False)
     assert output.endswith("block 1  REFUSED")
     assert "REFUSED" not in state
@@ -113,13 +113,13 @@ def test_the_callers_modes_do_not_matter() -> None:
 def test_wrong_kernels_are_named_once_and_never_run(
     monkeypatch: pytest.MonkeyPatch, interpreted: None, folder: Path
 ) -> None:
-    right = operations.chunk_scan
+    right = elementwise.chunk_scan
 
     def wrong(*given: Any, **settings: Any) -> Any:
         out, last = right(*given, **settings)
         return out if trace.wanted() == "reference" else 1.001 * out, last
 
-    monkeypatch.setattr(operations, "chunk_scan", wrong)
+    monkeypatch.setattr(elementwise, "chunk_scan", wrong)
     with pytest.warns(UserWarning, match="plain operations instead of Triton kernels: causal output of heads of 16"):
         told = verdict()
     assert "is off by 0.001" in told

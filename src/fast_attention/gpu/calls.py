@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import trace
-from fast_attention.engine.operation import Fast, Operation
-from fast_attention.engine.tracing import symbolic
+from fast_attention.engine.tracing import symbolic, wrapped
 
 Pass = TypeVar("Pass", bound=Callable[..., Any])
 
@@ -152,14 +151,10 @@ def launched(run: Pass) -> Pass:
     return wrapped  # type: ignore[return-value]
 
 
-def kernels(
-    plain: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any], like: Callable[..., Any],
-    *, outputs: int = 1,
-) -> Operation:  # fmt: skip
-    """Kernels beside the same function in operations that autograd follows, for gradients of gradients."""
-    return Operation(
-        plain, cuda=Fast(forward, backward, halves=True, like=like, outputs=outputs), compute=torch.float32
-    )
+def launch(kernel: Any, programs: int, x: Tensor | None, *given: Any, **constants: Any) -> None:
+    """Run so many programs of a kernel; none on tensors without memory, of which a compiler asks the sizes."""
+    if not wrapped((x,)):
+        kernel[(programs,)](x, *given, **constants)
 
 
 def contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -175,21 +170,22 @@ def as_bytes(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
     return rows.view(torch.uint8).expand(like.shape[:-1])
 
 
-def rest_like(out: Tensor, keep: bool) -> Tensor:
-    """Room for what rounding takes of outputs, where they are rounded and it is kept."""
-    return out.new_empty(out.shape if keep and out.dtype != torch.float32 else (0,))
+def outputs_like(q: Tensor, width: int, *, keep: bool) -> tuple[Tensor, Tensor]:
+    """Room for outputs, and for what rounding takes of them, where they are rounded and it is kept."""
+    out = q.new_empty((*q.shape[:-1], width))
+    return out, out.new_empty(out.shape if keep and out.dtype != torch.float32 else (0,))
 
 
-def some(x: Tensor | None, other: Tensor) -> Tensor:
-    """``x``, or a tensor that is not read where there is none."""
-    return other if x is None else x
+def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
+    """The first strides, of batch, heads and tokens; zeros where there is no tensor."""
+    return (0,) * count if x is None else x.stride()[:count]
 
 
-def strides(mask: Tensor | None) -> tuple[int, int]:
-    """Strides of batch and heads."""
-    return (0, 0) if mask is None else (mask.stride(0), mask.stride(1))
+def chunks_of(length: int, chunk: int) -> int:
+    """How many chunks so many tokens are."""
+    return (length + chunk - 1) // chunk
 
 
 def power(size: int) -> int:
     """The next power of two."""
-    return 1 << (size - 1).bit_length()
+    return 1 << (int(size) - 1).bit_length()

@@ -39,16 +39,16 @@ def configuration(width: int, values: int, *, exact: bool) -> Configuration:
     return row._replace(block=row.block // 2) if exact else row
 
 
-class Exponential(NamedTuple):
-    """Sizes for exponential features, of which ``columns`` are made at a time: the forward pass and the backward."""
+class Sizes(NamedTuple):
+    """Sizes of the forward pass and of the backward; of exponentials ``columns`` are made at a time."""
 
     forward: Configuration
     backward: Configuration
 
 
-def _directions(block: int, columns: int, warps: int, backward: int | None = None) -> Exponential:
+def _directions(block: int, columns: int, warps: int, backward: int | None = None) -> Sizes:
     row = Configuration(chunk=128, block=block, columns=columns, values=32, warps=warps, stages=1)
-    return Exponential(row, row._replace(block=backward or block))
+    return Sizes(row, row._replace(block=backward or block))
 
 
 EXPONENTIAL = {  # by the width of heads, and whether products keep float32's digits
@@ -60,6 +60,6 @@ EXPONENTIAL = {  # by the width of heads, and whether products keep float32's di
 WIDEST_PROJECTED = max(width for width, _ in EXPONENTIAL)
 
 
-def exponential(width: int, *, exact: bool) -> Exponential:
+def exponential(width: int, *, exact: bool) -> Sizes:
     """The row for heads of ``width`` numbers, at most ``WIDEST_PROJECTED``; ``exact`` as in ``configuration``."""
     return EXPONENTIAL[64 if width <= 64 else WIDEST_PROJECTED, exact]

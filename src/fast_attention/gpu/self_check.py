@@ -23,10 +23,10 @@ from torch import Tensor
 from fast_attention import __version__, files
 from fast_attention.engine import trace
 from fast_attention.engine.tracing import symbolic
-from fast_attention.gpu import flex, operations
+from fast_attention.gpu import elementwise as mapped
+from fast_attention.gpu import exponential as exponentials
+from fast_attention.gpu import flex, pooling
 from fast_attention.gpu.calls import KernelSet
-from fast_attention.gpu.exponential import operations as exponentials
-from fast_attention.gpu.pooling import operations as pooling
 
 TOKENS = 300  # more than a chunk, and no multiple of a block
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # error, of the largest number
@@ -133,14 +133,14 @@ def _saved() -> dict[str, str]:
 
 def elementwise(code: int) -> Case:
     """The kernels of a map, by its number (``maps``)."""
-    return Case.of(f"map {code}", lambda device: operations.kernel_set(1e-6, code, 0.0))
+    return Case.of(f"map {code}", lambda device: mapped.kernel_set(1e-6, code, 0.0))
 
 
 def decayed(code: int, *, normalized: bool) -> Case:
     """The kernels of sums that decay."""
 
     def make(device: torch.device) -> KernelSet:
-        return operations.kernel_set(1e-6, code, 0.0, -0.1 * _drawn(1, 2, TOKENS, device=device), normalized=normalized)
+        return mapped.kernel_set(1e-6, code, 0.0, -0.1 * _drawn(1, 2, TOKENS, device=device), normalized=normalized)
 
     return Case.of(f"decays {code} {normalized}", make)
 

@@ -1,19 +1,29 @@
 """Decoding: one token added to a state and read from it, in one kernel and float32 throughout."""
 
+# pyright: reportGeneralTypeIssues=false
+# Triton's functions raise wherever they are not compiled, and so seem never to return.
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.reading import SMALLEST
-from fast_attention.gpu.tiles import NONE, feature, row, tile
-
-
-@triton.jit
-def quotient(numerator, denominator):
-    """Zeros where the denominator is none."""
-    nothing = tl.abs(denominator) < SMALLEST
-    return tl.where(nothing, 0.0, numerator / tl.where(nothing, 1.0, denominator))
+from fast_attention.gpu.logarithms import NOTHING
+from fast_attention.gpu.tiles import (
+    EXPONENTIAL,
+    FLOOR,
+    NONE,
+    SMALLEST,
+    feature,
+    load_sums,
+    numbers,
+    of_head,
+    of_weights,
+    place,
+    row,
+    store_state,
+    tile,
+)
 
 
 @triton.jit
@@ -24,40 +34,62 @@ def token(X, at, column, width, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def store_state(STATE, d, D, e, E, products, sums, BD: tl.constexpr, BE: tl.constexpr):
-    """Write a tile of products, and beside the first of a row the sums of features."""
-    columns, values = d + tl.arange(0, BD), e + tl.arange(0, BE)
-    inside = (columns < D)[:, None] & (values < E)[None, :]
-    tl.store(STATE + columns[:, None] * E + values[None, :], products, mask=inside)
-    tl.store(STATE + D * E + columns, sums, mask=(columns < D) & (e == 0))
+def logarithms(x, ROWS, BIAS, d, D, width, scale, BD: tl.constexpr, BW: tl.constexpr):
+    """Logarithms ``d`` on of one token x (BW), without its norm."""
+    z = tl.sum(tile(ROWS, width, d, D, 0, width, None, 0.0, NONE, BD, BW) * x[None, :], 1) * scale
+    if BIAS is not None:
+        z += row(BIAS, d, D, BD)
+    return z
 
 
 @triton.jit
-def elementwise(
-    Q, K, V, VISIBLE, STATE, DECAYS, OUT, NEXT, heads, D, E, eps, offset, qb, qh, kb, kh, vb, vh, mb, mh,
-    MAP: tl.constexpr, DECAYED: tl.constexpr, NORMALIZED: tl.constexpr, HAS_MASK: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr,
+def step(
+    Q, K, V, QROWS, KROWS, BIAS, VISIBLE, DECAYS, STATE, OUT, NEXT, heads, D, width, E, offset, eps,
+    qb, qh, kb, kh, vb, vh, mb, mh,
+    MAP: tl.constexpr, NORMALIZED: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """``S' = S + phi(k) v^T``, ``z' = z + phi(k)`` and ``phi(q) S' / (phi(q) . z' + eps)``; DECAYED: S and z fade."""
-    parts = tl.cdiv(E, BE)
-    program = tl.program_id(0).to(tl.int64)
-    e, n = (program % parts).to(tl.int32) * BE, program // parts
-    Q, K = Q + n // heads * qb + n % heads * qh, K + n // heads * kb + n % heads * kh
-    V, VISIBLE = V + n // heads * vb + n % heads * vh, VISIBLE + n // heads * mb + n % heads * mh
-    is_visible = tl.load(VISIBLE) != 0 if HAS_MASK else True
-    STATE, NEXT = STATE + n * (D * E + D), NEXT + n * (D * E + D)
+    """``S' = S + phi(k) v^T``, ``z' = z + phi(k)`` and ``phi(q) S' / (phi(q) . z' + eps)``; DECAYS: S and z fade.
+
+    Of exponentials sums are over the largest terms of their features, and what is read over its own largest.
+    """
+    n, _, e = place(1, E, 1, BE)
+    SCALED: tl.constexpr = MAP == EXPONENTIAL
+    Q, K, V = of_head(Q, n, heads, qb, qh), of_head(K, n, heads, kb, kh), of_head(V, n, heads, vb, vh)
+    QROWS, KROWS = of_weights(QROWS, n, heads, D, width), of_weights(KROWS, n, heads, D, width)
+    VISIBLE, BIAS = of_head(VISIBLE, n, heads, mb, mh), of_weights(BIAS, n, heads, D, 1)
+    is_visible = tl.load(VISIBLE) != 0 if VISIBLE is not None else True
+    STATE, NEXT = STATE + n * numbers(D, E, SCALED), NEXT + n * numbers(D, E, SCALED)
     v, numerator = token(V, is_visible, e, E, BE), tl.zeros((BE,), tl.float32)
-    denominator = tl.zeros((1,), tl.float32)
-    decay = tl.load(DECAYS + n) if DECAYED else 1.0
+    denominator, largest = tl.zeros((1,), tl.float32), tl.full((1,), FLOOR, tl.float32)
+    decay = tl.load(DECAYS + n) if DECAYS is not None else 1.0
+    if MAP == EXPONENTIAL:
+        q, k = token(Q, True, 0, width, BW), token(K, is_visible, 0, width, BW)
+        half = 0.5 * offset * offset * tl.sum(k * k, 0)
     for d in range(0, D, BD):
         exists = d + tl.arange(0, BD) < D
-        q = tl.where(exists, feature(token(Q, True, d, D, BD), offset, MAP), 0.0)
-        k = tl.where(exists & is_visible, feature(token(K, is_visible, d, D, BD), offset, MAP), 0.0)
-        products = tile(STATE, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE) * decay + k[:, None] * v[None, :]
-        sums = row(STATE + D * E, d, D, BD) * decay + k
-        store_state(NEXT, d, D, e, E, products, sums, BD, BE)
-        numerator += tl.sum(q[:, None] * products, 0)
-        denominator += tl.sum(q * sums, 0)
+        products = tile(STATE, E, d, D, e, E, None, 0.0, NONE, BD, BE)
+        sums, scales = load_sums(STATE, d, D, E, SCALED, BD)
+        if MAP == EXPONENTIAL:
+            b = tl.where(is_visible, logarithms(k, KROWS, BIAS, d, D, width, offset, BD, BW) - half, NOTHING)
+            before, scales = scales, tl.maximum(scales, b)
+            shrink, added = tl.exp(before - scales), tl.exp(b - scales)
+            products, sums = products * shrink[:, None], sums * shrink
+            z = logarithms(q, QROWS, BIAS, d, D, width, offset, BD, BW) + scales
+            z = tl.where(exists, z, NOTHING)
+            larger = tl.maximum(largest, tl.max(z, 0))
+            features, shrink_all = tl.exp(z - larger), tl.exp(largest - larger)
+            numerator, denominator, largest = numerator * shrink_all, denominator * shrink_all, larger
+        else:
+            features = tl.where(exists, feature(token(Q, True, d, D, BD), offset, MAP), 0.0)
+            added = tl.where(exists & is_visible, feature(token(K, is_visible, d, D, BD), offset, MAP), 0.0)
+            products, sums = products * decay, sums * decay
+        products, sums = products + added[:, None] * v[None, :], sums + added
+        store_state(NEXT, d, D, e, E, products, sums, scales, SCALED, BD, BE)
+        numerator += tl.sum(features[:, None] * products, 0)
+        denominator += tl.sum(features * sums, 0)
+    if NORMALIZED:
+        denominator += eps
+        nothing = tl.abs(denominator) < SMALLEST
+        numerator = tl.where(nothing, 0.0, numerator / tl.where(nothing, 1.0, denominator))
     values = e + tl.arange(0, BE)
-    out = quotient(numerator, denominator + eps) if NORMALIZED else numerator
-    tl.store(OUT + n * E + values, out.to(OUT.dtype.element_ty), mask=values < E)
+    tl.store(OUT + n * E + values, numerator.to(OUT.dtype.element_ty), mask=values < E)

@@ -22,9 +22,8 @@ from fast_attention.engine.operation import Fast, NotServed, Operation, Tensors,
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import symbolic
-from fast_attention.gpu import calls, self_check
+from fast_attention.gpu import calls, pooling, self_check
 from fast_attention.gpu.calls import Chunks
-from fast_attention.gpu.pooling import operations as pooling
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.aft import fast, reference
 from fast_attention.mechanisms.aft.reference import Pool, last_rows, same_width
@@ -216,10 +215,11 @@ class AFTSimple(Attention[tuple[()], Pool]):
         if why := gpu_serves(q, k, v, key_mask):
             operation.log_fallback(q, why)
             return self._advance(q, k, v, w, state, key_mask=key_mask)
-        first = None if state is None else torch.cat([state.log_scale, state.sums], -1)[..., 0, :]
+        first = None if state is None else torch.cat([state.sums, state.log_scale], -1)[..., 0, :]
         kernel_set = pooling.kernel_set(gated=True)
         out, last = calls.advance(kernel_set, q, k, v, key_mask, first, decodes=calls.steps(q, k, v, first))
-        return out, Pool(last[..., None, : k.shape[-1]], last[..., None, k.shape[-1] :])
+        sums, log_scale = last[..., None, :].split([2 * k.shape[-1], k.shape[-1]], -1)
+        return out, Pool(log_scale, sums)
 
     @in_chunks
     @in_float32

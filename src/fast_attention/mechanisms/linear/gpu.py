@@ -14,10 +14,10 @@ from torch import Tensor
 from fast_attention.engine import operation
 from fast_attention.engine.numerics import clamp
 from fast_attention.engine.tracing import symbolic
-from fast_attention.gpu import calls, maps, operations, self_check
+from fast_attention.gpu import calls, elementwise, maps, self_check
+from fast_attention.gpu import exponential as exponentials
 from fast_attention.gpu.calls import Chunks, KernelSet
 from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED, exponential
-from fast_attention.gpu.exponential import operations as exponentials
 from fast_attention.mechanisms.linear.compiled import EXPONENTIAL, TRIGONOMETRIC, Inputs
 
 CODES = maps.ELU, maps.RELU, maps.IDENTITY  # of maps by the number that the core has for them
@@ -109,7 +109,7 @@ def _elementwise(
     log_decay: Tensor | None, batch_shape: torch.Size, number: int, offset: float, eps: float, normalize: bool
 ) -> KernelSet:
     logs = None if log_decay is None else calls.as_heads(log_decay, batch_shape)[..., 0]
-    return operations.kernel_set(eps, CODES[number], offset, logs, normalized=normalize)
+    return elementwise.kernel_set(eps, CODES[number], offset, logs, normalized=normalize)
 
 
 def _exponential(

@@ -9,29 +9,26 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from fast_attention.gpu.tiles import load_mask, row
+from fast_attention.gpu.tiles import FLOOR, load_mask, row
 
-FLOOR = tl.constexpr(-1e30)  # the logarithm of nothing, as in ``engine.scan``
 SLACK = tl.constexpr(40.0)  # how far the logarithms of a block's keys may lie apart: beyond, pairs are taken one by one
 NOTHING = tl.constexpr(float("-inf"))
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
-def tokens(pointer, stride, first, length, width, visible, HAS_MASK: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
+def tokens(pointer, stride, first, length, width, visible, BT: tl.constexpr, BW: tl.constexpr):
     """Tokens ``first`` on, (BT, BW), as they lie in memory."""
     rows, columns = first + tl.arange(0, BT), tl.arange(0, BW)
-    inside = load_mask(visible, first, length, HAS_MASK, BT)[:, None] & (columns < width)[None, :]
+    inside = load_mask(visible, first, length, BT)[:, None] & (columns < width)[None, :]
     return tl.load(pointer + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def turned_tokens(
-    pointer, stride, first, length, width, visible, HAS_MASK: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr
-):
+def turned_tokens(pointer, stride, first, length, width, visible, BT: tl.constexpr, BW: tl.constexpr):
     """Load a tile of tokens as columns, (BW, BT)."""
     rows, columns = first + tl.arange(0, BT), tl.arange(0, BW)
-    inside = (columns < width)[:, None] & load_mask(visible, first, length, HAS_MASK, BT)[None, :]
+    inside = (columns < width)[:, None] & load_mask(visible, first, length, BT)[None, :]
     return tl.load(pointer + rows.to(tl.int64)[None, :] * stride + columns[:, None], mask=inside, other=0.0)
 
 
@@ -49,17 +46,17 @@ def product(a, b):
 @triton.jit
 def of_tokens(
     x, ROWS, BIAS, d, D, width, lower, scale, beyond,
-    HALF: tl.constexpr, HAS_BIAS: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+    HALF: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Logarithms ``d`` on of tokens x (tokens, BW), (tokens, BD); ``beyond`` where there is no such feature.
 
     Rows for tokens of sixteen bits are two numbers of such each, what rounding took ``lower`` numbers behind.
     """
-    z = product(x, turned_tokens(ROWS, width, d, D, width, ROWS, False, BD, BW))
+    z = product(x, turned_tokens(ROWS, width, d, D, width, None, BD, BW))
     if x.dtype != tl.float32:
-        z += product(x, turned_tokens(ROWS + lower, width, d, D, width, ROWS, False, BD, BW))
+        z += product(x, turned_tokens(ROWS + lower, width, d, D, width, None, BD, BW))
     z *= scale
-    if HAS_BIAS:
+    if BIAS is not None:
         z += row(BIAS, d, D, BD)[None, :]
     if HALF:
         x = x.to(tl.float32)
@@ -70,14 +67,14 @@ def of_tokens(
 @triton.jit
 def turned_of_tokens(
     x, ROWS, BIAS, d, D, width, lower, scale, beyond,
-    HALF: tl.constexpr, HAS_BIAS: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+    HALF: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Logarithms of features of tokens x (BW, tokens), as (BD, tokens): products need no transpose."""
-    z = product(tokens(ROWS, width, d, D, width, ROWS, False, BD, BW), x)
+    z = product(tokens(ROWS, width, d, D, width, None, BD, BW), x)
     if x.dtype != tl.float32:
-        z += product(tokens(ROWS + lower, width, d, D, width, ROWS, False, BD, BW), x)
+        z += product(tokens(ROWS + lower, width, d, D, width, None, BD, BW), x)
     z *= scale
-    if HAS_BIAS:
+    if BIAS is not None:
         z += row(BIAS, d, D, BD)[:, None]
     if HALF:
         x = x.to(tl.float32)
@@ -88,9 +85,9 @@ def turned_of_tokens(
 @triton.jit
 def rows_of(ROWS, d, D, width, lower, BD: tl.constexpr, BW: tl.constexpr):
     """Rows ``d`` on, (BD, BW), in float32."""
-    rows = tokens(ROWS, width, d, D, width, ROWS, False, BD, BW).to(tl.float32)
+    rows = tokens(ROWS, width, d, D, width, None, BD, BW).to(tl.float32)
     if ROWS.dtype.element_ty != tl.float32:
-        rows += tokens(ROWS + lower, width, d, D, width, ROWS, False, BD, BW).to(tl.float32)
+        rows += tokens(ROWS + lower, width, d, D, width, None, BD, BW).to(tl.float32)
     return rows
 
 
@@ -103,9 +100,9 @@ def exceeds_range(z, is_visible, axis: tl.constexpr):
 
 
 @triton.jit
-def first_seen(visible, first, length, HAS_MASK: tl.constexpr, ROWS: tl.constexpr):
+def first_seen(visible, first, length, ROWS: tl.constexpr):
     """The first token of a block that is is_visible, from the block's begin; ROWS where none is."""
-    is_visible = load_mask(visible, first, length, HAS_MASK, ROWS)
+    is_visible = load_mask(visible, first, length, ROWS)
     return tl.min(tl.where(is_visible, tl.arange(0, ROWS), ROWS), 0)
 
 

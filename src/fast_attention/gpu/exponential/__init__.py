@@ -1,1 +1,0 @@
-"""Kernels of features that are exponentials of projected tokens, each with a logarithmic scale of its own."""
