@@ -105,8 +105,8 @@ FAULTS = [
     Fault(
         "a kernel does not divide what comes from above",
         "gpu/gradients.py",
-        "tl.where(earlier, 0.0, pairs * factors[None, :] + row(",
-        "tl.where(earlier, 0.0, pairs + row(",
+        "pairs = pairs * row(FACTORS, other, length, BT)[None, :] + row(",
+        "pairs = pairs + row(",
         TESTS + "every_configuration",
     ),
     Fault(
