@@ -151,6 +151,8 @@ def _advance(
     """``advance``; tokens that nothing precedes and that are one chunk leave no state."""
     length, each = v.shape[-2], keys.logs is not None and keys.logs.shape[-1] > 1  # a logarithm for each feature
     chunk = smaller(chunk, length)
+    if state is None and not traced() and length <= chunk and (sums := _in_one_scale(q, keys, v)) is not None:
+        return sums, None
     b, log_scales = _scaled_chunks(keys, state, chunk)
     rising = each and (traced() or q.values is not None or _rises(b, log_scales))
     if rising:
@@ -172,9 +174,10 @@ def _advance(
             from_before = before - seen
         else:
             seen = torch.maximum(cummax(b.detach()), before)
-            a = -seen if a is None else a - (a.detach() + seen).amax(-1, keepdim=True)
-            pairs = _pairs_by_halves(a, b, queries, k) if each else _pairs_by_scales(a, b, queries, k)
-            from_before = a + before
+            a = -seen if a is None else a
+            top = (a.detach() + seen).amax(-1, keepdim=True)
+            pairs = (_pairs_by_halves if each else _pairs_by_scales)(a, b, top, queries, k)
+            from_before = a + before - top
         if not alone:
             queries = times(queries, from_before.exp_())
             k = times(k, (b - log_scales[..., 1:, None, :]).exp_())
@@ -189,6 +192,19 @@ def _advance(
         log_scale = first.log_scale if log_scales is None else log_scales[..., -1, :]
         after = LinearState(kv[..., -1, :, :], z[..., -1, :], log_scale)
     return Sums(join(numerator, length), join(denominator, length)[..., 0]), after
+
+
+def _in_one_scale(q: Factors, keys: Factors, v: Tensor) -> Sums | None:
+    """Sums of a sequence that is one chunk of logarithms, in the scale of its first key; None where others rise far
+    above it.
+    """
+    if q.logs is None or q.values is not None or keys.logs is None:
+        return None
+    scale = keys.logs.detach()[..., :1, :].clamp_min(FLOOR)
+    if bool((keys.logs.detach().amax(-2, keepdim=True) - scale > SLACK).any()):
+        return None
+    pairs = (largest_is_one(q, scale) @ (keys.logs - scale).exp_().mT).tril()
+    return Sums(pairs @ v, pairs.sum(-1))
 
 
 def _scaled_chunks(keys: Factors, state: LinearState | None, chunk: int) -> tuple[Tensor | None, Tensor | None]:
@@ -206,32 +222,33 @@ def _rises(b: Any, log_scales: Any) -> bool:
     return bool((log_scales[..., 1:, :] - seen > SLACK).any())
 
 
-def _pairs_by_scales(a: Tensor, b: Tensor, q: Any, k: Any) -> Tensor:
-    """``q_i . k_j exp(a_i + b_j)`` for j <= i, else 0, with a factor for each pair.
+def _pairs_by_scales(a: Tensor, b: Tensor, top: Tensor, q: Any, k: Any) -> Tensor:
+    """``q_i . k_j exp(a_i + b_j - top_i)`` for j <= i, else 0, with a factor for each pair.
 
     One for a whole chunk would do harm: a far larger key late in it would make those before it vanish, for the queries
     in between as well.
     """
-    return times(q @ k.mT, (a + b.mT).masked_fill(_later(a.shape[-2], a), float("-inf")).exp_())
+    return times(q @ k.mT, (a - top + b.mT).masked_fill(_later(a.shape[-2], a), float("-inf")).exp_())
 
 
-def _pairs_by_halves(a: Tensor, b: Tensor, q: Tensor | None, k: Tensor | None) -> Tensor:
-    """``sum_c q_ic k_jc exp(a_ic + b_jc)`` for j <= i, else 0, for a power of two of tokens; None stands for ones.
+def _pairs_by_halves(a: Tensor, b: Tensor, top: Tensor, q: Tensor | None, k: Tensor | None) -> Tensor:
+    """``sum_c q_ic k_jc exp(a_ic + b_jc - top_i)`` for j <= i, else 0, for a power of two of tokens; None: ones.
 
     The second half of the queries sees the whole first half of the keys: in the scale of its largest b_jc their pairs
-    are a product, and no exponent is above zero where ``a_ic + b_jc <= 0`` for j <= i. Triangles fall into such squares
-    by halving, down to single tokens. All have as many axes; a and b may be of higher precision than q and k. Halves
+    are a product, and no exponent is above zero where ``a_ic + b_jc <= top_i`` for j <= i. Triangles fall into such
+    squares by halving, down to single tokens. All have as many axes; a, b and ``top`` may be of higher precision than
+    q and k. Halves
     come before all axes, or a product over chunks left open would be one over a multiple of them.
     """
     half = a.shape[-2] // 2
     if half == 0:
-        return times(q, times(k, (a + b).exp())).sum(-1, keepdim=True)
-    halves: Any = [None if x is None else x.unflatten(-2, (2, half)).movedim(-3, 0) for x in (a, b, q, k)]
+        return times(q, times(k, (a + b - top).exp())).sum(-1, keepdim=True)
+    halves: Any = [None if x is None else x.unflatten(-2, (2, half)).movedim(-3, 0) for x in (a, b, top, q, k)]
     first, second = _pairs_by_halves(*halves)
-    a, b = halves[0][1], halves[1][0]
-    q, k = (None if x is None else x[late] for x, late in zip(halves[2:], (1, 0), strict=True))
+    a, b, top = halves[0][1], halves[1][0], halves[2][1]
+    q, k = (None if x is None else x[late] for x, late in zip(halves[3:], (1, 0), strict=True))
     largest = b.detach().amax(-2, keepdim=True).clamp_min(FLOOR)
-    square = times(q, (a + largest).exp()) @ times(k, (b - largest).exp()).mT
+    square = times(q, (a + largest - top).exp()) @ times(k, (b - largest).exp()).mT
     upper = torch.cat([first, torch.zeros_like(first)], -1)
     return torch.cat([upper, torch.cat([square, second], -1)], -2)
 
