@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.biases.bias import Bias, BiasMixin
-from fast_attention.engine import heads, masks, operation, trace
+from fast_attention.engine import heads, masks, operation, tiles, trace
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.offsets import Positions
@@ -23,6 +23,7 @@ from fast_attention.gpu import patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.relative import relative_attention
+from fast_attention.mechanisms.dense.scores import Scores
 from fast_attention.traits import FUSED
 
 
@@ -66,8 +67,11 @@ def softmax_attention(
     why = "an attn_mask, dropout or low precision"
     if attn_mask is None and dropout == 0.0 and q.dtype.itemsize >= 4 and (is_causal or key_mask is not None):
         why = operation.unsupported_reason(v) or rows.few(v, length, at_least=2**18)
-        if not why:
+        if not why and not tiles.against(q, k, v):
             return relative_attention(q, k, v, None, is_causal=is_causal, key_mask=key_mask, scale=scale)
+        if not why:
+            scores = Scores(Q=q * (q.shape[-1] ** -0.5 if scale is None else scale), K=k)
+            return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
     mask = masks.visible(length, keys, is_causal=is_causal, key_mask=key_mask, device=q.device)
     if attn_mask is not None:
         mask = masks.merge(attn_mask, mask, q.dtype)
