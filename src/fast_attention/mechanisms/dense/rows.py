@@ -20,8 +20,8 @@ from fast_attention.engine.operation import Fast, Operation, Tensors
 from fast_attention.mechanisms.dense.scores import Scores, spread
 
 PAYING = 1 << 16  # scores of one head from which blocks pay
-BLOCK = 1 << 18  # scores of a block: a megabyte in float32
-ROWS = 128  # queries of a block at least
+BLOCK = 1 << 17  # scores of a block of several heads: half a megabyte in float32
+ROWS = 128  # queries of a block: causally, more of them would meet more keys that come later
 
 
 class Rectified(NamedTuple):
@@ -71,7 +71,7 @@ def attend(
 ) -> Float[Tensor, "*batch heads length values"]:
     """``softmax(scores + mask) v``, causal from the bottom right corner; a query that sees nothing gets zeros."""
     path = f"{'relu' if rectified else 'softmax'} in blocks of queries"
-    trace.record(path, "scores of a block stay in the cache", rows=_size(scores.length(), v.shape[-2]))
+    trace.record(path, "scores of a block stay in the cache", rows=min(ROWS, scores.length()))
     heads, batch, (keys, values) = v.shape[-3], v.shape[:-3], v.shape[-2:]
     settings: Any = {"is_causal": is_causal, "rectified": rectified}
     parts = [x if x is None or x.ndim == 1 else _four(x, batch) for x in scores]
@@ -118,9 +118,9 @@ def _blocks(
 ) -> Iterator[tuple[Block, tuple[Tensor, ...]]]:
     """All blocks, each with so many ``spaces`` for its scores, in memory that all share."""
     (batch, heads, keys), length = v.shape[:3], scores.length()
-    size, shift = _size(length, keys), keys - length
+    size, shift = min(ROWS, length), keys - length
     shared = any(x is not None and x.ndim > 1 and x.shape[1] != heads for x in scores)
-    count = 1 if shared else min(max(BLOCK // (2 * size * keys), 1), heads)
+    count = 1 if shared else min(max(BLOCK // (size * keys), 1), heads)
     memory = v.new_empty(spaces, count * size * keys)
     later = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
     most = v.new_full((size, size), float("inf")).masked_fill_(later, float("-inf")) if is_causal else later
@@ -171,10 +171,6 @@ def _scores(part: Scores, block: Block, out: Tensor) -> Tensor:
         edge = out[..., max(out.shape[-1] - block.most.shape[1], 0) :]
         torch.minimum(edge, block.most[:, block.most.shape[1] - edge.shape[-1] :], out=edge)
     return out
-
-
-def _size(length: int, keys: int) -> int:
-    return min(max(BLOCK // max(keys, 1), ROWS), length)
 
 
 def _forward(
