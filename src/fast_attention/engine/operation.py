@@ -117,7 +117,9 @@ class Operation:
         if fast is not None:
             if self.compute is not None and not fast.halves and _widens(tensors):
                 return self._widened(*tensors, **settings)
-            if trace.asked():
+            steps = trace.collected()
+            before = 0 if steps is None else len(steps)
+            if steps is not None:
                 _record(fast.path, fast.why, fast.sizes, tensors, settings)
             try:
                 if fast.backward is None:
@@ -127,6 +129,8 @@ class Operation:
                 return fast.forward(*tensors, keep=False, **settings)[0]
             except NotServed as error:
                 why = str(error)
+                if steps is not None:
+                    del steps[before:]  # none of them gave the outputs
         if trace.asked():
             _record(self.path, why, self.sizes, tensors, settings)
         return self.reference(*tensors, **settings)

@@ -45,6 +45,11 @@ def asked() -> bool:
     return _steps.get() is not None
 
 
+def collected() -> list[Step] | None:
+    """The steps so far, for whoever takes back those of a path that gave up; None where nobody collects any."""
+    return _steps.get()
+
+
 @contextmanager
 def recorded() -> Iterator[list[Step]]:
     """Collect the steps of every call inside."""
