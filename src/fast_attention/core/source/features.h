@@ -427,9 +427,9 @@ class FeatureWork {
   }
 
   // Gradients of numerators and denominators of n queries.
-  void quotients(const FeaturesGradients& d, int64_t first, int64_t n, float* grad, float* d_denominators) const {
+  void quotients(int64_t first, int64_t n, float* grad, float* d_denominators) const {
     for (int64_t i = 0; i < n; ++i, grad += value_row) {
-      read_row(d.grad_out, at(d.grad_out, first + i), c.values, value_row, 1.0f / denominators[first + i], grad);
+      read_row(c.grad_out, at(c.grad_out, first + i), c.values, value_row, 1.0f / denominators[first + i], grad);
       read_row(c.out, at(c.out, first + i), c.values, value_row, 1.0f, row);
       d_denominators[i] = c.normalized ? -product_of_rows(grad, row, value_row) : 0.0f;
     }
@@ -437,15 +437,15 @@ class FeatureWork {
 
   // Writes the gradients of tokens of a section, given their features and the gradients of these, which are lost, and
   // those of weights; those of decays as well, given the scale of features.
-  void write_gradients(const FeaturesGradients& d, bool keys, int64_t section, int64_t first, int64_t n,
+  void write_gradients(bool keys, int64_t section, int64_t first, int64_t n,
                        const float* features, float* d_features, const float* scale = nullptr) {
-    const Tokens &x = keys ? c.k : c.q, &to = keys ? d.dk : d.dq;
+    const Tokens &x = keys ? c.k : c.q, &to = keys ? c.dk : c.dq;
     if (!random) {
       for (int64_t i = 0; i < n; ++i) {
         float* slope = d_features + i * line;
         const float* feature = features + i * line;
         if (c.fading > 0) {
-          float* decay = d.d_decay + (lane * c.keys + first + i) * c.fading;
+          float* decay = c.d_decay + (lane * c.keys + first + i) * c.fading;
           for (int64_t e = 0; e < c.features; ++e)
             decay[c.fading > 1 ? e : 0] += (keys ? -1.0f : 1.0f) * slope[e] * feature[e];
           shift(slope, logs_of(first, i), scale, keys ? 1.0 : -1.0);
@@ -481,13 +481,13 @@ class FeatureWork {
     }
     panel_product(n, c.width, c.rows, d_features, line, 1, (keys ? key_rows : query_rows)->columns, PANEL, row_line * PANEL,
                   d_tokens, width_row, PANEL, false);
-    if (float* d_rows = keys ? d.d_key_rows : d.d_query_rows) {
-      d_rows += (lane * (keys ? d.key_sections : d.query_sections) + section) * c.rows * width_row;
+    if (float* d_rows = keys ? c.d_key_rows : c.d_query_rows) {
+      d_rows += (lane * (keys ? c.key_parts : c.query_parts) + section) * c.rows * width_row;
       product(c.rows, whole(c.width, W), n, d_features, 1, line, tokens, width_row, d_rows, width_row, true);
     }
-    if (d.d_bias != nullptr) {
-      const int64_t slot = lane * (d.query_sections + d.key_sections) + (keys ? d.query_sections : 0) + section;
-      add_rows(d_features, nullptr, n, d.d_bias + slot * line);
+    if (c.d_bias != nullptr) {
+      const int64_t slot = lane * (c.query_parts + c.key_parts) + (keys ? c.query_parts : 0) + section;
+      add_rows(d_features, nullptr, n, c.d_bias + slot * line);
     }
     const float factor = std::pow(static_cast<float>(c.width), -0.25f);
     for (int64_t i = 0; i < n; ++i) {
@@ -503,7 +503,7 @@ class FeatureWork {
 
   // Gradients of a section's keys that queries read over `scale`, none of them above it, from sums whose own gradients are
   // `d_sums`.
-  void key_gradients(const FeaturesGradients& d, int64_t section, Span span, const float* scale, const FeatureSums& d_sums) {
+  void key_gradients(int64_t section, Span span, const float* scale, const FeatureSums& d_sums) {
     Frame frame;
     float *keys = frame.floats(AT_ONCE * line), *d_features = frame.floats(AT_ONCE * line),
           *d_values = frame.floats(AT_ONCE * value_row), *turned = frame.floats(line * value_row);
@@ -513,8 +513,8 @@ class FeatureWork {
       for (int64_t i = 0; i < n && scaled; ++i) divide_by_scale(keys + i * line, first, i, scale);
       to_features(values(first, n), n, turned, d_sums.z, nullptr, d_features);
       to_values(keys, n, d_sums.kv, d_values);
-      write_values(d.dv, first, n, d_values);
-      write_gradients(d, true, section, first, n, keys, d_features);
+      write_values(c.dv, first, n, d_values);
+      write_gradients(true, section, first, n, keys, d_features);
     });
   }
 
@@ -658,8 +658,8 @@ class SectionWork : public FeatureWork {
   // The sums before section `s` of keys, behind the last those of all; those before queries, or of all where all are read.
   FeatureSums sums_before(int64_t s) const { return slot_of(c.states, c.key_sections() + 1, s); }
   FeatureSums sums_read(int64_t section) const { return sums_before(c.leading() + (c.causal ? section : 0)); }
-  FeatureSums gradients_after(const FeaturesGradients& d, int64_t t) const {
-    return slot_of(d.states, c.query_sections() + 1, t);
+  FeatureSums gradients_after(int64_t t) const {
+    return slot_of(c.d_states, c.query_sections() + 1, t);
   }
 
   void sum_section(int64_t s) { sum_keys(of_keys(s), MANY, sums_before(s)); }
@@ -755,66 +755,66 @@ class SectionWork : public FeatureWork {
 
   // Gradients of the sums that a section of queries reads, in the scales before it; where all queries read the same sums,
   // the queries' own gradients as well.
-  void sum_gradients(const FeaturesGradients& d, int64_t section) {
+  void sum_gradients(int64_t section) {
     float *queries = m.floats(AT_ONCE * line), *grad = m.floats(AT_ONCE * value_row), *d_denominators = m.floats(AT_ONCE),
           *d_features = m.floats(AT_ONCE * line), *turned = m.floats(line * value_row);
-    const FeatureSums read = sums_read(section), d_sums = gradients_after(d, section);
+    const FeatureSums read = sums_read(section), d_sums = gradients_after(section);
     begin_sums(d_sums);
     if (!c.causal) turn_panels(read.kv, line, value_row, turned);
     begin_decays(of_queries(section));
     in_steps(of_queries(section), AT_ONCE, [&](int64_t i, int64_t n) {
       this->queries(i, n, read.scale, true, queries);
-      quotients(d, i, n, grad, d_denominators);
+      quotients(i, n, grad, d_denominators);
       add_to_sums(queries, d_denominators, {grad, value_row}, n, d_sums);
       if (c.causal) return;
       to_features({grad, value_row}, n, turned, read.z, d_denominators, d_features);
-      write_gradients(d, false, section, i, n, queries, d_features);
+      write_gradients(false, section, i, n, queries, d_features);
     });
   }
 
   // In place of the gradients that each section's queries give to the sums before it, those of all later sections to the
   // sums after it; those of all queries in the first slot.
-  void scan_gradients(const FeaturesGradients& d, bool all_summed) {
+  void scan_gradients(bool all_summed) {
     const float* end = sums_before(c.key_sections()).scale;
-    if (c.query_sections() == 1 && !(c.causal && c.leading() > 0) && d.last.kv == nullptr && d.first.kv == nullptr) {
-      const FeatureSums only = gradients_after(d, c.causal ? 1 : 0);  // of one section of queries, or of none after it
+    if (c.query_sections() == 1 && !(c.causal && c.leading() > 0) && c.d_last.kv == nullptr && c.d_first.kv == nullptr) {
+      const FeatureSums only = gradients_after(c.causal ? 1 : 0);  // of one section of queries, or of none after it
       if (c.causal) clear(only.kv, sum_numbers);
       return copy_row(only.scale, end);
     }
     Totals totals(*this);
     copy_row(totals.scale, end);
-    if (d.last.kv != nullptr) {
+    if (c.d_last.kv != nullptr) {
       float log;
-      totals.read(d.last);
+      totals.read(c.d_last);
       for (int64_t f = 0; f < c.features && random; ++f) totals.multiply(f, natural(totals.scale[f], log));
     }
     for (int64_t t = c.query_sections() - 1; t >= 0; --t) {
       const bool summed = all_summed || t > 0;
-      if (summed) copy(gradients_after(d, t), sums);
+      if (summed) copy(gradients_after(t), sums);
       if (c.causal) {
         begin_decays(of_queries(t));
         for (int64_t f = 0; f < c.features && c.fading > 0; ++f) {
           totals.scale[f] = static_cast<float>(at_end(f));
           totals.multiply(f, Totals::factor(totals.scale[f], at_end(f)));
         }
-        totals.write(gradients_after(d, t + 1));
+        totals.write(gradients_after(t + 1));
         const float* scale = sums_before(c.leading() + t).scale;
         for (int64_t f = 0; f < c.features && scaled; ++f) totals.multiply(f, Totals::factor(scale[f], totals.scale[f]));
         copy_row(totals.scale, scale);
       }
       for (int64_t f = 0; f < c.features && summed; ++f) totals.combine(sums, f, 1.0, 1.0);
     }
-    totals.write(gradients_after(d, 0));
-    if (d.first.kv == nullptr) return;
+    totals.write(gradients_after(0));
+    if (c.d_first.kv == nullptr) return;
     float of_state;
     const float* scale = sums_before(0).scale;
     for (int64_t f = 0; f < c.features && random; ++f)
       totals.multiply(f, binary(c.first.log_scale[lane * c.features + f], of_state) * Totals::factor(scale[f], totals.scale[f]));
-    totals.write(d.first);
+    totals.write(c.d_first);
   }
 
   // Gradients of a section of queries and the keys beside them: first to last those of queries, then back those of keys.
-  void section_gradients(const FeaturesGradients& d, int64_t section) {
+  void section_gradients(int64_t section) {
     // What both ways read: features, numerators' gradients and pairs' gradients of a section, parts of the second cache.
     float *queries = m.floats(SECTION * line), *keys = m.floats(SECTION * line), *grad = m.floats(SECTION * value_row),
           *d_denominators = m.floats(SECTION), *d_pairs = m.floats(SECTION * STEP), *pairs = m.floats(STEP * STEP),
@@ -841,20 +841,20 @@ class SectionWork : public FeatureWork {
       s.n = keys_of_step(i + leading_keys, s.n, s.keys, s.scale);
       if (scaled) rescale(s.scale, false, turned);
       this->queries(i, s.n, s.scale, true, s.queries);
-      quotients(d, i, s.n, s.grad, s.d_denominators);
+      quotients(i, s.n, s.grad, s.d_denominators);
       to_features({s.grad, value_row}, s.n, turned, sums.z, s.d_denominators, d_features);
       const Rows v = values(i + leading_keys, s.n);
       triangle({s.grad, value_row}, v, c.values, s.n, s.d_denominators, s.d_pairs);
       add_triangle(s.d_pairs, {s.keys, line}, c.features, s.n, {d_features, line});
-      write_gradients(d, false, section, i, s.n, s.queries, d_features, s.scale);
+      write_gradients(false, section, i, s.n, s.queries, d_features, s.scale);
       i += s.n;
       steps[count++] = s;
       if (i == span.end) break;
       panel_product(c.values, c.features, s.n, v.data, 1, v.distance, s.keys, line, PANEL, turned, PANEL, value_row * PANEL, true);
       add_rows(s.keys, nullptr, s.n, sums.z);
     }
-    copy(gradients_after(d, section + 1), sums);
-    if (scaled && section == c.query_sections() - 1 && d.last.kv == nullptr)  // nobody reads the sums after these keys,
+    copy(gradients_after(section + 1), sums);
+    if (scaled && section == c.query_sections() - 1 && c.d_last.kv == nullptr)  // nobody reads the sums after these keys,
       copy_row(sums.scale, steps[count - 1].scale);                    // nor made them
     while (count-- > 0) {
       const Step& s = steps[count];
@@ -866,8 +866,8 @@ class SectionWork : public FeatureWork {
       triangle({s.queries, line}, {s.keys, line}, c.features, s.n, nullptr, pairs);
       to_values(s.keys, s.n, sums.kv, d_values);
       product(s.n, whole(c.values, W), s.n, pairs, 1, STEP, s.grad, value_row, d_values, value_row, true);
-      write_values(d.dv, first_key, s.n, d_values);
-      write_gradients(d, true, c.leading() + section, first_key, s.n, s.keys, d_features, s.scale);
+      write_values(c.dv, first_key, s.n, d_values);
+      write_gradients(true, c.leading() + section, first_key, s.n, s.keys, d_features, s.scale);
       if (count > 0) add_to_sums(s.queries, s.d_denominators, {s.grad, value_row}, s.n, sums);
     }
   }
@@ -923,18 +923,18 @@ inline bool features_forward(const FeaturesCall& c, const Pool& pool) {
   return finite;
 }
 
-inline void features_backward(const FeaturesCall& c, const FeaturesGradients& d, const Pool& pool) {
-  const bool all_summed = !c.causal || c.leading() > 0 || d.first.kv != nullptr;
+inline void features_backward(const FeaturesCall& c, const Pool& pool) {
+  const bool all_summed = !c.causal || c.leading() > 0 || c.d_first.kv != nullptr;
   const int64_t skipped = all_summed ? 0 : 1, heads = c.batch * c.heads;
   in_phases(
       pool, one_item_a_head(c), heads, c.query_sections() - skipped,
-      [&](int64_t head, int64_t s) { SectionWork(c, head, true).sum_gradients(d, s + skipped); },
-      [&](int64_t head) { SectionWork(c, head, true).scan_gradients(d, all_summed); }, c.key_sections(),
+      [&](int64_t head, int64_t s) { SectionWork(c, head, true).sum_gradients(s + skipped); },
+      [&](int64_t head) { SectionWork(c, head, true).scan_gradients(all_summed); }, c.key_sections(),
       [&](int64_t head, int64_t s) {
         SectionWork work(c, head, true);
-        const FeatureSums d_sums = work.gradients_after(d, 0);
-        if (s < c.leading()) work.key_gradients(d, s, work.of_keys(s), d_sums.scale, d_sums);
-        else work.section_gradients(d, s - c.leading());
+        const FeatureSums d_sums = work.gradients_after(0);
+        if (s < c.leading()) work.key_gradients(s, work.of_keys(s), d_sums.scale, d_sums);
+        else work.section_gradients(s - c.leading());
       });
 }
 

@@ -183,23 +183,23 @@ class HybridWork {
   }
 
   // Gradients of a section of queries, of the sums that they read, and of sink tokens.
-  void query_gradients(const HybridGradients& d, const Outside& cut, const Outside& back, int64_t section) {
+  void query_gradients(const Outside& cut, const Outside& back, int64_t section) {
     float *queries = w.m.floats(AT_ONCE * w.line), *d_features = w.m.floats(AT_ONCE * w.line),
           *turned = w.m.floats(w.line * value_row), *gradients = w.m.floats(AT_ONCE * value_row),
           *weighted = w.m.floats(AT_ONCE * value_row), *inner = w.m.floats(AT_ONCE), *d_denominators = w.m.floats(AT_ONCE);
-    const int64_t end_row = d.near.dk_row + d.near.dv_row;
-    float* d_ends = d.ends + (w.lane * cut.sections() + section) * c.end_count * end_row;
+    const int64_t end_row = f.dk.row + f.dv.row;
+    float* d_ends = c.d_ends + (w.lane * cut.sections() + section) * c.end_count * end_row;
     if (c.end_count > 0) clear(d_ends, c.end_count * end_row);
     read_ends();
     read(cut, f.states, section, [&](int64_t t, const FeatureSums& x) {
-      const FeatureSums d_sums = block(states(d.far.states, back), t);
+      const FeatureSums d_sums = block(states(f.d_states, back), t);
       w.begin_sums(d_sums);
       for (int64_t e = 0; w.exponential && e < w.line; ++e) d_sums.scale[e] = x.scale[e] > LOWEST ? -x.scale[e] : LOWEST;
       turn_panels(x.kv, w.line, value_row, turned);
       in_steps(queries_of(t), AT_ONCE, [&](int64_t i, int64_t n) {
         for (int64_t r = 0; r < n; ++r) {
           float *grad = gradients + r * value_row, weight = w.denominators[i + r];
-          read_row(d.near.grad_out, w.at(d.near.grad_out, i + r), f.values, value_row, 1.0f, grad);
+          read_row(f.grad_out, w.at(f.grad_out, i + r), f.values, value_row, 1.0f, grad);
           read_row(c.near.out, w.at(c.near.out, i + r), f.values, value_row, 1.0f, row);
           inner[r] = product_of_rows(grad, row, value_row);
           d_denominators[r] = weight == 0.0f ? 0.0f : -weight * inner[r];
@@ -209,45 +209,45 @@ class HybridWork {
         w.queries(i, n, x.scale, true, queries);
         if (back.reads(t)) w.add_to_sums(queries, d_denominators, {weighted, value_row}, n, d_sums);
         w.to_features({weighted, value_row}, n, turned, x.z, d_denominators, d_features);
-        w.write_gradients(d.far, false, section, i, n, queries, d_features);
-        for (int64_t r = 0; r < n; ++r) end_gradients(d, t, i + r, gradients + r * value_row, inner[r], d_ends);
+        w.write_gradients(false, section, i, n, queries, d_features);
+        for (int64_t r = 0; r < n; ++r) end_gradients(t, i + r, gradients + r * value_row, inner[r], d_ends);
       });
     });
   }
 
   // dP = g v, dS = P (dP - g out), dq += scale dS k, dk += scale dS q
-  void end_gradients(const HybridGradients& d, int64_t t, int64_t i, const float* grad, float inner, float* d_ends) {
+  void end_gradients(int64_t t, int64_t i, const float* grad, float inner, float* d_ends) {
     const float top = sums[2 * i], total = sums[2 * i + 1];
     if (c.end_count == 0 || total == 0.0f) return;
     read_token(i);
-    float* dq = static_cast<float*>(d.far.dq.data) + w.at(d.far.dq, i);
-    for (int64_t s = 0; s < c.end_count; ++s, d_ends += d.near.dk_row + d.near.dv_row) {
+    float* dq = static_cast<float*>(f.dq.data) + w.at(f.dq, i);
+    for (int64_t s = 0; s < c.end_count; ++s, d_ends += f.dk.row + f.dv.row) {
       const float logit = score(t, i, s);
       if (logit == NOTHING) continue;
       const float *key = end_keys + s * width_row, weight = exp2(logit - top) / total;
       const float slope = weight * (product_of_rows(grad, end_values + s * value_row, value_row) - inner);
       for (int64_t e = 0; e < f.width; ++e) dq[e] += slope * c.near.scale * key[e];
       for (int64_t e = 0; e < f.width; ++e) d_ends[e] += slope * LN2 * token[e];
-      for (int64_t e = 0; e < f.values; ++e) d_ends[d.near.dk_row + e] += weight * grad[e];
+      for (int64_t e = 0; e < f.values; ++e) d_ends[f.dk.row + e] += weight * grad[e];
     }
   }
 
   // Gradients of a section of keys, far ones and sink tokens.
-  void key_gradients(const HybridGradients& d, const Outside& cut, const Outside& back, int64_t section) {
+  void key_gradients(const Outside& cut, const Outside& back, int64_t section) {
     float* inverse = w.m.floats(w.line);
-    const int64_t end_row = d.near.dk_row + d.near.dv_row;
-    read(back, d.far.states, section, [&](int64_t t, const FeatureSums& x) {
+    const int64_t end_row = f.dk.row + f.dv.row;
+    read(back, f.d_states, section, [&](int64_t t, const FeatureSums& x) {
       const Span span = keys_of(t);
       for (int64_t e = 0; e < w.line; ++e) inverse[e] = -x.scale[e];
-      w.key_gradients(d.far, section, span, inverse, x);
+      w.key_gradients(section, span, inverse, x);
       for (int64_t s = 0; s < c.end_count; ++s) {
         if (ends[s] < span.first || ends[s] >= span.end) continue;
-        float *dk = static_cast<float*>(d.far.dk.data) + w.at(d.far.dk, ends[s]),
-              *dv = static_cast<float*>(d.far.dv.data) + w.at(d.far.dv, ends[s]);
-        const float* of_queries = d.ends + (w.lane * cut.sections() * c.end_count + s) * end_row;
+        float *dk = static_cast<float*>(f.dk.data) + w.at(f.dk, ends[s]),
+              *dv = static_cast<float*>(f.dv.data) + w.at(f.dv, ends[s]);
+        const float* of_queries = c.d_ends + (w.lane * cut.sections() * c.end_count + s) * end_row;
         for (int64_t q = 0; q < cut.sections(); ++q, of_queries += c.end_count * end_row) {
           for (int64_t e = 0; e < f.width; ++e) dk[e] += of_queries[e];
-          for (int64_t e = 0; e < f.values; ++e) dv[e] += of_queries[d.near.dk_row + e];
+          for (int64_t e = 0; e < f.values; ++e) dv[e] += of_queries[f.dk.row + e];
         }
       }
     });
@@ -277,14 +277,14 @@ inline bool hybrid_forward(const HybridCall& c, const Pool& pool) {
   return finite;
 }
 
-inline void hybrid_backward(const HybridCall& c, const HybridGradients& d, const Pool& pool) {
+inline void hybrid_backward(const HybridCall& c, const Pool& pool) {
   const Outside cut = c.of_queries(), back = c.of_keys();
   in_phases(
-      pool, d.far.states == nullptr, c.far.batch * c.far.heads, cut.sections(),
-      [&](int64_t head, int64_t section) { HybridWork(c, head, true).query_gradients(d, cut, back, section); },
-      [&](int64_t head) { HybridWork(c, head, true).scan(back, d.far.states); }, back.sections(),
-      [&](int64_t head, int64_t section) { HybridWork(c, head, true).key_gradients(d, cut, back, section); });
-  tiles_backward(c.near, d.near, pool);
+      pool, c.far.d_states == nullptr, c.far.batch * c.far.heads, cut.sections(),
+      [&](int64_t head, int64_t section) { HybridWork(c, head, true).query_gradients(cut, back, section); },
+      [&](int64_t head) { HybridWork(c, head, true).scan(back, c.far.d_states); }, back.sections(),
+      [&](int64_t head, int64_t section) { HybridWork(c, head, true).key_gradients(cut, back, section); });
+  tiles_backward(c.near, pool);
 }
 
 }  // namespace FAST_ATTENTION_NAMESPACE

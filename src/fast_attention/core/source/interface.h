@@ -40,9 +40,10 @@ struct Range {
   int32_t first, end, low, high, least, count;
 };
 
-// What every attention has: tokens, their sizes, and one byte a key, not 0 where it may be seen.
+// What every attention has: tokens, their sizes, and one byte a key, not 0 where it may be seen. Gradients, here and below,
+// are those of a backward pass; rows of dk and dv may be longer than those of keys and values.
 struct Call {
-  Tokens q, k, v, out;
+  Tokens q, k, v, out, grad_out, dq, dk, dv;
   int64_t batch, heads, groups, length, keys, width, values;
   Lines<uint8_t> key_mask;
 };
@@ -65,12 +66,7 @@ struct TilesCall : Call {
   int32_t keep;      // of 2^24 hashes, those that keep a weight; the others set it to zero
   float dropout;     // the share of weights that are set to zero, those whose hash of seed, head, query and key says so
   uint64_t seed;
-};
-
-struct TilesGradients {
-  Tokens grad_out, dq;
-  float *dk, *dv;      // (batch, groups, keys, dk_row or dv_row), zeros at first; rows are whole vectors
-  int64_t dk_row, dv_row;
+  // dk and dv are float32, zeros at first, and their rows are whole vectors.
   float *d_numbers, *d_vectors;  // (batch, heads, number_count[, width]), zeros at first; nullptr: not wanted
   bool part;  // normalisers and outputs are of more keys than the tiles': gradients are added to those of the others
 };
@@ -111,16 +107,13 @@ struct FeaturesCall : Call {
   int64_t leading() const { return section_count(leading_keys()); }
   int64_t query_sections() const { return section_count(length); }
   int64_t key_sections() const { return leading() + (causal ? query_sections() : 0); }
-};
 
-struct FeaturesGradients {
-  Tokens grad_out, dq, dk, dv;
-  float* states;                       // (batch, heads, sections of queries + 1, state_numbers)
-  States last, first;                  // gradients of the call's
-  float *d_query_rows, *d_key_rows;    // (batch, heads, sections of queries or keys, features, rows of whole vectors)
-  float* d_bias;                       // (batch, heads, both sections, features)
-  float* d_decay;                      // as decays, zeros at first: of the sum of a token's decays and those before it
-  int64_t query_sections, key_sections;
+  float* d_states;                   // (batch, heads, sections of queries + 1, state_numbers)
+  States d_last, d_first;
+  int64_t query_parts, key_parts;    // items of work, each of which adds to gradients of weights of its own
+  float *d_query_rows, *d_key_rows;  // (batch, heads, parts of queries or keys, features, rows of whole vectors)
+  float* d_bias;                     // (batch, heads, both parts, features)
+  float* d_decay;                    // as decays, zeros at first: of the sum of a token's decays and those before it
 };
 
 // Sums of blocks of keys that every block of queries reads but for the blocks around it. Reader t of `readers` has the
@@ -136,7 +129,8 @@ struct Outside {
   int64_t slots() const { return summed + 2 * sections(); }  // sums of blocks, then of those outside of each section
 };
 
-// Near keys by tiles, sums of features for the others, and sink tokens, under one normaliser.
+// Near keys by tiles, sums of features for the others, and sink tokens, under one normaliser. Both have the same gradients of
+// tokens, in float32 and uninitialised.
 struct HybridCall {
   TilesCall near;     // `out` in float32; its sums become those of all keys; with numbers its mask leaves sink tokens out
   FeaturesCall far;   // of the same tokens; its mask leaves sink tokens out; denominators: weights of the sums in outputs, then logarithms
@@ -144,6 +138,7 @@ struct HybridCall {
   bool causal;        // as many keys at least as queries, which are the last of them
   Lines<int64_t> ends;  // positions of sink tokens; there is none from `keys` on
   int64_t end_count;
+  float* d_ends;  // (batch, heads, sections of queries, end_count, rows of dk and dv)
 
   int64_t first_position() const { return near.keys - near.length; }  // of a query
   int64_t first_block() const {  // of a query, rounded down
@@ -163,12 +158,6 @@ struct HybridCall {
   }
 };
 
-struct HybridGradients {
-  TilesGradients near;    // dq and the gradients of keys are float32, uninitialised
-  FeaturesGradients far;  // dq, dk and dv are the same memory; states: of_keys().slots()
-  float* ends;            // (batch, heads, sections of queries, end_count, rows of dk and dv)
-};
-
 // Buckets (batch, heads, rounds, length) of tokens by rotations (heads, rounds, width, columns).
 struct HashCall {
   Tokens q;
@@ -180,7 +169,6 @@ struct HashCall {
 };
 
 struct LshCall : Call {
-  Tokens grad_out, dq, dv;  // of the backward pass
   const int32_t* buckets;  // (batch, heads, rounds, length), from 0 to `number`, which is that of masked tokens
   int32_t *order, *codes;  // (batch, heads, rounds, length): see lsh.h
   float *lengths, *logs;   // (batch, heads, length): of queries; of normalisers, base 2, +infinity where nobody is met
@@ -193,11 +181,11 @@ struct LshCall : Call {
 struct Kernels {
   int32_t width;
   void (*tiles_forward)(const TilesCall&, const Pool&);
-  void (*tiles_backward)(const TilesCall&, const TilesGradients&, const Pool&);
+  void (*tiles_backward)(const TilesCall&, const Pool&);
   bool (*features_forward)(const FeaturesCall&, const Pool&);
-  void (*features_backward)(const FeaturesCall&, const FeaturesGradients&, const Pool&);
+  void (*features_backward)(const FeaturesCall&, const Pool&);
   bool (*hybrid_forward)(const HybridCall&, const Pool&);
-  void (*hybrid_backward)(const HybridCall&, const HybridGradients&, const Pool&);
+  void (*hybrid_backward)(const HybridCall&, const Pool&);
   void (*lsh_hash)(const HashCall&, const Pool&);
   void (*lsh_forward)(const LshCall&, const Pool&);
   void (*lsh_backward)(const LshCall&, const Pool&);

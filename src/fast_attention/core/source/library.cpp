@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -137,7 +138,7 @@ class Arguments {
   std::vector<Value> values_;
 };
 
-// Tokens and sizes of a call; queries are keys where it has no others.
+// Tokens and sizes of a call, and gradients of tokens where it has them; queries are keys where it has no others.
 void set_tokens(const Arguments& a, Call& c) {
   const char* keys = a.has("k") ? "k" : "q";
   const Tensor &q = a["q"], &k = a[keys];
@@ -149,12 +150,16 @@ void set_tokens(const Arguments& a, Call& c) {
   c.v = a.tokens("v", {c.batch, c.groups, c.keys, c.values});
   c.out = a.tokens("out", {c.batch, c.heads, c.length, c.values});
   c.key_mask = a.lines<uint8_t>("key_mask", {c.batch, c.heads, c.keys});
+  if (!a.has("grad_out")) return;
+  c.grad_out = a.tokens("grad_out", {c.batch, c.heads, c.length, c.values});
+  c.dq = a.tokens("dq", {c.batch, c.heads, c.length, c.width});
+  const auto of_keys = [&](const char* name, int64_t numbers) {
+    if (!a.has(name)) return Tokens{};
+    check(a[name].size(3) >= numbers, name);
+    return a.tokens(name, {c.batch, c.groups, c.keys, a[name].size(3)});
+  };
+  c.dk = of_keys("dk", c.width), c.dv = of_keys("dv", c.values);
 }
-
-Tokens grad_out(const Arguments& a, const Call& c) {
-  return a.tokens("grad_out", {c.batch, c.heads, c.length, c.values});
-}
-Tokens dq(const Arguments& a, const Call& c) { return a.tokens("dq", {c.batch, c.heads, c.length, c.width}); }
 
 // Tiles, and the near keys of Hybrid.
 TilesCall tiles_call(const Arguments& a) {
@@ -182,30 +187,10 @@ TilesCall tiles_call(const Arguments& a) {
   }
   c.cap = a.number("cap"), c.dropout = a.number("dropout"), c.seed = static_cast<uint64_t>(a.integer("seed"));
   c.keep = static_cast<int32_t>((1.0 - a.real("dropout")) * 16777216.0);
+  for (const Tokens& x : {c.dk, c.dv}) check(x.kind == FLOAT32 && x.row % 16 == 0, "gradients of keys");
+  c.d_numbers = a.floats("d_numbers", c.batch * c.heads * c.number_count);
+  c.d_vectors = a.floats("d_vectors", c.batch * c.heads * c.number_count * c.width);
   return c;
-}
-
-TilesGradients tiles_gradients(const Arguments& a, const TilesCall& c) {
-  TilesGradients d{};
-  d.grad_out = grad_out(a, c), d.dq = dq(a, c);
-  d.dk_row = a["dk"].size(3), d.dv_row = a["dv"].size(3);
-  check(d.dk_row >= c.width && d.dk_row % 16 == 0, "dk"), check(d.dv_row >= c.values && d.dv_row % 16 == 0, "dv");
-  d.dk = a.floats("dk", c.batch * c.groups * c.keys * d.dk_row);
-  d.dv = a.floats("dv", c.batch * c.groups * c.keys * d.dv_row);
-  d.d_numbers = a.floats("d_numbers", c.batch * c.heads * c.number_count);
-  d.d_vectors = a.floats("d_vectors", c.batch * c.heads * c.number_count * c.width);
-  return d;
-}
-
-bool tiles_forward(const Arguments& a) {
-  kernels->tiles_forward(tiles_call(a), pool());
-  return true;
-}
-
-bool tiles_backward(const Arguments& a) {
-  const TilesCall c = tiles_call(a);
-  kernels->tiles_backward(c, tiles_gradients(a, c), pool());
-  return true;
 }
 
 // A state of a call, or its gradient, which has no scales.
@@ -239,25 +224,17 @@ FeaturesCall far_call(const Arguments& a, Map map, bool causal) {
   return c;
 }
 
-// Memory of the sums of so many sections, and of denominators.
-void set_memory(const Arguments& a, FeaturesCall& c, const char* denominators, int64_t slots) {
-  c.states = a.floats("states", c.batch * c.heads * slots * state_numbers(c.features, c.values));
-  c.denominators = a.floats(denominators, (c.map < EXPONENTIAL ? 1 : 2) * c.batch * c.heads * c.length);
-}
-
-// With memory of so many sums, and of so many sections of queries and of keys.
-FeaturesGradients far_gradients(const Arguments& a, const FeaturesCall& c, int64_t slots, int64_t queries, int64_t keys) {
-  FeaturesGradients d{};
-  d.grad_out = grad_out(a, c), d.dq = dq(a, c), d.query_sections = queries, d.key_sections = keys;
-  d.dk = a.tokens("dk", {c.batch, c.heads, c.keys, a["dk"].size(3)});
-  d.dv = a.tokens("dv", {c.batch, c.heads, c.keys, a["dv"].size(3)});
-  check(a["dk"].size(3) >= c.width, "dk"), check(a["dv"].size(3) >= c.values, "dv");
-  const int64_t heads = c.batch * c.heads, rows = c.rows * ((c.width + 31) / 32 * 32);
-  d.states = a.floats("d_states", heads * slots * state_numbers(c.features, c.values));
-  d.d_query_rows = a.floats("d_query_rows", heads * queries * rows);
-  d.d_key_rows = a.floats("d_key_rows", heads * keys * rows);
-  d.d_bias = a.floats("d_bias", heads * (queries + keys) * ((c.features + 31) / 32 * 32));
-  return d;
+// Memory of denominators and of so many sums, and of so many of their gradients, in so many parts.
+void set_memory(const Arguments& a, FeaturesCall& c, const char* denominators, int64_t slots, int64_t d_slots,
+                int64_t query_parts, int64_t key_parts) {
+  const int64_t heads = c.batch * c.heads, numbers = heads * state_numbers(c.features, c.values);
+  const int64_t rows = heads * c.rows * ((c.width + 31) / 32 * 32);
+  c.denominators = a.floats(denominators, (c.map < EXPONENTIAL ? 1 : 2) * heads * c.length);
+  c.states = a.floats("states", slots * numbers), c.d_states = a.floats("d_states", d_slots * numbers);
+  c.query_parts = query_parts, c.key_parts = key_parts;
+  c.d_query_rows = a.floats("d_query_rows", query_parts * rows);
+  c.d_key_rows = a.floats("d_key_rows", key_parts * rows);
+  c.d_bias = a.floats("d_bias", heads * (query_parts + key_parts) * ((c.features + 31) / 32 * 32));
 }
 
 FeaturesCall features_call(const Arguments& a) {
@@ -269,26 +246,13 @@ FeaturesCall features_call(const Arguments& a) {
     check((c.fading == 1 || c.fading == c.features) && c.decay.kind == FLOAT32 && c.map < EXPONENTIAL && c.causal &&
               c.keys == c.length, "decays");
   }
-  set_memory(a, c, "denominators", c.key_sections() + 1);
-  c.first = states_of(a, c, "first_kv", "first_z", "first_scale");
+  c.d_decay = a.floats("d_decay", c.batch * c.heads * c.keys * c.fading);
+  check(c.fading == 0 || !a.has("grad_out") || c.d_decay != nullptr, "d_decay");
+  set_memory(a, c, "denominators", c.key_sections() + 1, c.query_sections() + 1, c.query_sections(), c.key_sections());
+  c.first = states_of(a, c, "first_kv", "first_z", "first_scale"), c.last = states_of(a, c, "last_kv", "last_z", "last_scale");
+  c.d_last = states_of(a, c, "d_last_kv", "d_last_z", nullptr), c.d_first = states_of(a, c, "d_first_kv", "d_first_z", nullptr);
+  check(c.d_first.kv == nullptr || c.first.kv != nullptr, "d_first_kv", "belong to no state");
   return c;
-}
-
-bool features_forward(const Arguments& a) {
-  FeaturesCall c = features_call(a);
-  c.last = states_of(a, c, "last_kv", "last_z", "last_scale");
-  return kernels->features_forward(c, pool());
-}
-
-bool features_backward(const Arguments& a) {
-  const FeaturesCall c = features_call(a);
-  FeaturesGradients d = far_gradients(a, c, c.query_sections() + 1, c.query_sections(), c.key_sections());
-  d.last = states_of(a, c, "d_last_kv", "d_last_z", nullptr), d.first = states_of(a, c, "d_first_kv", "d_first_z", nullptr);
-  d.d_decay = a.floats("d_decay", c.batch * c.heads * c.keys * c.fading);
-  check(c.fading == 0 || d.d_decay != nullptr, "d_decay");
-  check(d.first.kv == nullptr || c.first.kv != nullptr, "d_first_kv", "belong to no state");
-  kernels->features_backward(c, d, pool());
-  return true;
 }
 
 // place: tokens of a block, near blocks before and after a query's own, causal, map of features
@@ -303,26 +267,17 @@ HybridCall hybrid_call(const Arguments& a) {
   c.far = far_call(a, static_cast<Map>(place[4]), false);
   c.far.key_mask = a.lines<uint8_t>("others", {c.far.batch, c.far.heads, c.far.keys});
   c.far.normalized = c.far.normed = true;
-  set_memory(a, c.far, "weights", c.of_queries().slots());
+  const Outside queries = c.of_queries(), keys = c.of_keys();
+  set_memory(a, c.far, "weights", queries.slots(), keys.slots(), queries.sections(), keys.sections());
   c.end_count = a["ends"].size(2);
   c.ends = a.lines<int64_t>("ends", {c.near.batch, c.near.heads, c.end_count});
+  c.near.part = true;
+  check(c.near.dq.kind == FLOAT32, "dq", "are not in float32");
+  c.d_ends = a.floats("d_ends", c.near.batch * c.near.heads * queries.sections() * c.end_count * (c.far.dk.row + c.far.dv.row));
   return c;
 }
 
-bool hybrid_forward(const Arguments& a) { return kernels->hybrid_forward(hybrid_call(a), pool()); }
-
-bool hybrid_backward(const Arguments& a) {
-  const HybridCall c = hybrid_call(a);
-  const int64_t queries = c.of_queries().sections(), keys = c.of_keys().sections();
-  HybridGradients d{tiles_gradients(a, c.near), far_gradients(a, c.far, c.of_keys().slots(), queries, keys), nullptr};
-  d.near.part = true;
-  check(d.near.dq.kind == FLOAT32, "dq", "are not in float32");
-  d.ends = a.floats("d_ends", c.near.batch * c.near.heads * queries * c.end_count * (d.near.dk_row + d.near.dv_row));
-  kernels->hybrid_backward(c, d, pool());
-  return true;
-}
-
-bool lsh_hash(const Arguments& a) {
+HashCall hash_call(const Arguments& a) {
   const Tensor &q = a["q"], &rotations = a["rotations"];
   const std::vector<int64_t>& factors = a.list("factors");
   HashCall c{};
@@ -338,8 +293,7 @@ bool lsh_hash(const Arguments& a) {
     halves += factor / 2;
   }
   check(halves == c.columns, "factors");
-  kernels->lsh_hash(c, pool());
-  return true;
+  return c;
 }
 
 // flags: ranked, across, causal, distinct
@@ -354,21 +308,18 @@ LshCall lsh_call(const Arguments& a) {
   c.lengths = a.floats("lengths", count), c.logs = a.floats("logs", count);
   c.ranked = flags[0] != 0, c.across = flags[1] != 0, c.causal = flags[2] != 0, c.distinct = flags[3] != 0;
   c.scale = a.number("scale"), c.shortest = a.number("shortest");
+  c.buckets = a.ints("buckets", count * c.rounds);
   return c;
 }
 
-bool lsh_forward(const Arguments& a) {
-  LshCall c = lsh_call(a);
-  c.buckets = a.ints("buckets", c.batch * c.heads * c.length * c.rounds);
-  kernels->lsh_forward(c, pool());
-  return true;
-}
-
-bool lsh_backward(const Arguments& a) {
-  LshCall c = lsh_call(a);
-  c.grad_out = grad_out(a, c), c.dq = dq(a, c), c.dv = a.tokens("dv", {c.batch, c.heads, c.length, c.values});
-  kernels->lsh_backward(c, pool());
-  return true;
+// Calls a kernel; whether all outputs are finite, where it tells.
+template <auto KERNEL, auto CALL>
+bool run(const Arguments& a) {
+  const auto call = CALL(a);
+  if constexpr (std::is_void_v<decltype((kernels->*KERNEL)(call, pool()))>)
+    return (kernels->*KERNEL)(call, pool()), true;
+  else
+    return (kernels->*KERNEL)(call, pool());
 }
 
 #define TILES                                                                                                       \
@@ -386,29 +337,29 @@ bool lsh_backward(const Arguments& a) {
 
 struct Operation {
   const char* schema;
-  bool (*run)(const Arguments&);  // whether all outputs are finite, where that is known
+  bool (*run)(const Arguments&);
 };
 
 constexpr Operation OPERATIONS[] = {
-    {"tiles_forward(" TILES "Tensor(a!) out, Tensor(b!) sums) -> ()", tiles_forward},
+    {"tiles_forward(" TILES "Tensor(a!) out, Tensor(b!) sums) -> ()", run<&Kernels::tiles_forward, tiles_call>},
     {"tiles_backward(" TILES "Tensor out, Tensor sums, Tensor grad_out, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
-     "Tensor(d!)? d_numbers, Tensor(e!)? d_vectors) -> ()", tiles_backward},
+     "Tensor(d!)? d_numbers, Tensor(e!)? d_vectors) -> ()", run<&Kernels::tiles_backward, tiles_call>},
     {"features_forward(" FEATURES "Tensor(a!) out, Tensor(b!) denominators, Tensor(c!) states, Tensor(d!)? last_kv, "
-     "Tensor(e!)? last_z, Tensor(f!)? last_scale) -> bool", features_forward},
+     "Tensor(e!)? last_z, Tensor(f!)? last_scale) -> bool", run<&Kernels::features_forward, features_call>},
     {"features_backward(" FEATURES "Tensor out, Tensor denominators, Tensor states, Tensor grad_out, "
      "Tensor? d_last_kv, Tensor? d_last_z, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) d_states, "
      "Tensor(e!)? d_first_kv, Tensor(f!)? d_first_z, Tensor(g!)? d_query_rows, Tensor(h!)? d_key_rows, "
-     "Tensor(i!)? d_bias, Tensor(j!)? d_decay) -> ()", features_backward},
+     "Tensor(i!)? d_bias, Tensor(j!)? d_decay) -> ()", run<&Kernels::features_backward, features_call>},
     {"hybrid_forward(" HYBRID "Tensor(a!) out, Tensor(b!) sums, Tensor(c!) weights, Tensor(d!)? states) -> bool",
-     hybrid_forward},
+     run<&Kernels::hybrid_forward, hybrid_call>},
     {"hybrid_backward(" HYBRID "Tensor out, Tensor sums, Tensor weights, Tensor states, Tensor grad_out, "
      "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) d_ends, Tensor(e!)? d_states, Tensor(f!)? d_numbers, "
-     "Tensor(g!)? d_query_rows, Tensor(h!)? d_key_rows, Tensor(i!)? d_bias) -> ()", hybrid_backward},
-    {"lsh_hash(Tensor q, Tensor rotations, int[] factors, Tensor(a!) buckets) -> ()", lsh_hash},
+     "Tensor(g!)? d_query_rows, Tensor(h!)? d_key_rows, Tensor(i!)? d_bias) -> ()", run<&Kernels::hybrid_backward, hybrid_call>},
+    {"lsh_hash(Tensor q, Tensor rotations, int[] factors, Tensor(a!) buckets) -> ()", run<&Kernels::lsh_hash, hash_call>},
     {"lsh_forward(Tensor q, Tensor v, Tensor buckets, " LSH "Tensor(a!) order, Tensor(b!) codes, Tensor(c!) lengths, "
-     "Tensor(d!) logs, Tensor(e!) out) -> ()", lsh_forward},
+     "Tensor(d!) logs, Tensor(e!) out) -> ()", run<&Kernels::lsh_forward, lsh_call>},
     {"lsh_backward(Tensor q, Tensor v, " LSH "Tensor order, Tensor codes, Tensor lengths, Tensor logs, Tensor out, "
-     "Tensor grad_out, Tensor(a!) dq, Tensor(b!) dv) -> ()", lsh_backward},
+     "Tensor grad_out, Tensor(a!) dq, Tensor(b!) dv) -> ()", run<&Kernels::lsh_backward, lsh_call>},
 };
 
 template <size_t N>

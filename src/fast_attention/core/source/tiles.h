@@ -528,34 +528,34 @@ inline void tiles_forward(const TilesCall& c, const Pool& pool) {
 }
 
 // dV = P^T dO; dS = P (dO V^T - D), D_i = dO_i out_i; dQ = scale dS K; dK = scale dS^T Q. One query head of a group.
-inline void backward_item(const TilesCall& c, const TilesGradients& d, const Item& item) {
+inline void backward_item(const TilesCall& c, const Item& item) {
   TileWork work(c, item, true);
   Frame m;
   const int64_t rows = work.rows, width_row = work.width_row, value_row = work.value_row, score_row = work.score_row;
   float *grad = m.floats(rows * value_row), *dq = m.floats(rows * width_row), *inner = m.floats(rows);
   float *slopes = m.floats(MOST_ROWS * score_row), *slope = c.cap > 0.0f ? m.floats(MOST_ROWS * score_row) : nullptr;
-  float* d_numbers = d.d_numbers == nullptr ? nullptr : m.floats(work.offset_row);
+  float* d_numbers = c.d_numbers == nullptr ? nullptr : m.floats(work.offset_row);
   float* d_products = c.vectors == nullptr ? nullptr : m.floats(MOST_ROWS * work.offset_row);
-  float* d_vectors = d.d_vectors == nullptr ? nullptr : m.floats(work.offset_row * width_row);
+  float* d_vectors = c.d_vectors == nullptr ? nullptr : m.floats(work.offset_row * width_row);
   float products[MOST_ROWS];  // sum_j P_ij dP_ij
   for (int64_t i = 0; i < rows; ++i) {
     float* line = grad + i * value_row;
-    read_row(d.grad_out, work.query(d.grad_out, work.row0 + i), c.values, value_row, 1.0f, line);
+    read_row(c.grad_out, work.query(c.grad_out, work.row0 + i), c.values, value_row, 1.0f, line);
     read_row(c.out, work.query(c.out, work.row0 + i), c.values, value_row, 1.0f, work.row);
     inner[i] = inner_product(line, work.row, value_row);
-    if (d.part)
-      read_row(d.dq, work.query(d.dq, work.row0 + i), c.width, width_row, 1.0f / (c.scale * LOG2E), dq + i * width_row);
+    if (c.part)
+      read_row(c.dq, work.query(c.dq, work.row0 + i), c.width, width_row, 1.0f / (c.scale * LOG2E), dq + i * width_row);
     else
       clear(dq + i * width_row, width_row);
   }
-  const int64_t head_keys = (item.batch * c.groups + work.group) * c.keys, head_numbers = (item.batch * c.heads + item.head) * c.number_count;
+  const int64_t head_numbers = (item.batch * c.heads + item.head) * c.number_count;
   work.each_tile([&](const Tile& tile, int64_t first) {
-    float *dk = d.dk + (head_keys + first) * d.dk_row, *dv = d.dv + (head_keys + first) * d.dv_row;
+    float *dk = static_cast<float*>(c.dk.data) + work.key(c.dk, first), *dv = static_cast<float*>(c.dv.data) + work.key(c.dv, first);
     const int64_t number = work.number;
     const float *queries = work.tile_q, *tile_grad = work.rows_of(tile, grad, value_row, work.gathered_grad);
     const auto row_hash = [&](int64_t i) { return c.dropout > 0.0f ? work.hash_of_row(work.query_of(tile, i)) : 0; };
     work.write_scores(tile, 0, number, slope);
-    const bool is_whole = !d.part && work.places == nullptr && work.ranges[tile.range].first >= first &&
+    const bool is_whole = !c.part && work.places == nullptr && work.ranges[tile.range].first >= first &&
                           work.ranges[tile.range_end - 1].end <= first + work.chunk;
     for (int64_t i = 0; i < number; ++i) products[i] = is_whole ? 0.0f : inner[work.at(tile, i)];
     for (size_t r = 0; r < work.runs.size(); ++r) {
@@ -607,16 +607,16 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
       const int64_t begin = first + run.low - (tile.row_end - 1) - c.first_offset, n = run.high - run.low + number - 1;
       const Span given{std::max<int64_t>(0, -begin), std::min(n, c.number_count - begin)};  // offsets that have numbers
       if (d_numbers != nullptr)
-        for (int64_t o = given.first; o < given.end; ++o) d.d_numbers[head_numbers + begin + o] += d_numbers[o] * LOG2E;
+        for (int64_t o = given.first; o < given.end; ++o) c.d_numbers[head_numbers + begin + o] += d_numbers[o] * LOG2E;
       if (c.vectors != nullptr) {
         if (work.runs.size() > 1) work.copy_vectors(tile, run);  // write_scores left those of the last run
         product(number, width_row, n, d_products, work.offset_row, 1, work.vectors, width_row,
                 dq + work.at(tile, 0) * width_row, width_row, true);
-        if (d.d_vectors != nullptr) {
+        if (d_vectors != nullptr) {
           product(n, width_row, number, d_products, 1, work.offset_row, queries, width_row, d_vectors, width_row, false);
           for (int64_t o = given.first; o < given.end; ++o)
             for (int64_t e = 0; e < c.width; ++e)
-              d.d_vectors[(head_numbers + begin + o) * c.width + e] += d_vectors[o * width_row + e];
+              c.d_vectors[(head_numbers + begin + o) * c.width + e] += d_vectors[o * width_row + e];
         }
       }
       const int64_t end = std::min(run.high, work.size);
@@ -631,9 +631,9 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
         if (first_row == number) return;
         const int64_t from = first_row * score_row + j;
         product(keys_here, value_row, last_row - first_row, work.scores + from, 1, score_row,
-                tile_grad + first_row * value_row, value_row, dv + j * d.dv_row, d.dv_row, true);
+                tile_grad + first_row * value_row, value_row, dv + j * c.dv.row, c.dv.row, true);
         product(keys_here, width_row, last_row - first_row, slopes + from, 1, score_row, queries + first_row * width_row,
-                width_row, dk + j * d.dk_row, d.dk_row, true);
+                width_row, dk + j * c.dk.row, c.dk.row, true);
       });
       const Rows keys = work.key_rows(work.keys, run.low, end);
       in_steps({0, number}, ROWS, [&](int64_t i, int64_t rows_here) {
@@ -647,7 +647,7 @@ inline void backward_item(const TilesCall& c, const TilesGradients& d, const Ite
     }
   });
   for (int64_t i = 0; i < rows; ++i)
-    write_row(d.dq, work.query(d.dq, work.row0 + i), c.width, c.scale * LOG2E, dq + i * width_row);
+    write_row(c.dq, work.query(c.dq, work.row0 + i), c.width, c.scale * LOG2E, dq + i * width_row);
 }
 
 // Whether no two items of a head share a key unless they are neighbours, so that even and odd ones may run in turn.
@@ -664,9 +664,9 @@ inline bool neighbours_only(const Items& items) {
 
 // Items of the heads of a group add to the same keys: one thread computes them one after another. So do neighbours,
 // which take turns, and all items of a head whose queries choose their keys.
-inline void tiles_backward(const TilesCall& c, const TilesGradients& d, const Pool& pool) {
+inline void tiles_backward(const TilesCall& c, const Pool& pool) {
   const int64_t repeats = c.heads / c.groups;
-  const bool by_head = c.block > 0 || d.d_numbers != nullptr || d.d_vectors != nullptr || (repeats > 1 && c.tile_head != 0);
+  const bool by_head = c.block > 0 || c.d_numbers != nullptr || c.d_vectors != nullptr || (repeats > 1 && c.tile_head != 0);
   int64_t rows = by_head ? c.length : SEGMENT, most = 1;
   Items items = find_items(c, rows);
   while (rows < c.length && !neighbours_only(items)) items = find_items(c, rows *= 2);
@@ -676,7 +676,7 @@ inline void tiles_backward(const TilesCall& c, const TilesGradients& d, const Po
     parallel_parts(pool, c.batch * c.groups, (most + 1 - turn) / 2, [&](int64_t group, int64_t n) {
       for (int64_t head = group * repeats; head < (group + 1) * repeats; ++head) {
         const size_t first = items.firsts[head] + 2 * n + turn, end = items.firsts[head + 1];
-        for (size_t i = first; i < (c.block > 0 ? end : std::min(end, first + 1)); ++i) backward_item(c, d, items.all[i]);
+        for (size_t i = first; i < (c.block > 0 ? end : std::min(end, first + 1)); ++i) backward_item(c, items.all[i]);
       }
     });
 }
