@@ -152,7 +152,7 @@ FAULTS = [
           "const int64_t shift = start - i - c.first_offset;", "const int64_t shift = start - i - c.first_offset + 1;",
           "tests/engine/test_tiles.py -k borders"),
     Fault("the core takes the wrong half of a panel of keys", "core/source/tiles.h",
-          "panel + half, PANEL, to", "panel, PANEL, to", "tests/engine/test_tiles.py -k borders"),
+          "packed + half, PANEL, to", "packed, PANEL, to", "tests/engine/test_tiles.py -k borders"),
     Fault("gradients of keys forget the last queries that see them", "core/source/tiles.h",
           "last_row = i + work.rows_from(i);", "last_row = first_row + work.rows_from(first_row);", "tests/engine/test_tiles.py -k borders"),
     Fault("weights beside bfloat16 values lose half of their digits", "core/source/bf16.h", "lower = as<Words>(x - as<Vec>(upper));",

@@ -38,20 +38,9 @@ inline FeatureSums sums_at(float* numbers, int64_t features, int64_t values) {
 // Panels of (rows, columns) as panels of (columns, rows); both are whole panels of 32.
 inline void turn_panels(const float* from, int64_t rows, int64_t columns, float* to) {
   for (int64_t r = 0; r < rows; r += W)
-    for (int64_t c = 0; c < columns; c += W) {
-      Vec block[W];
-      const float* source = from + (c / PANEL * rows + r) * PANEL + c % PANEL;
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) block[i] = load(source + i * PANEL);
-      transpose(block);
-      float* target = to + (r / PANEL * columns + c) * PANEL + r % PANEL;
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) store(target + i * PANEL, block[i]);
-    }
+    for (int64_t c = 0; c < columns; c += W)
+      turn(from + (c / PANEL * rows + r) * PANEL + c % PANEL, PANEL, to + (r / PANEL * columns + c) * PANEL + r % PANEL, PANEL);
 }
-
-// Zeros in place of all but the first n numbers.
-inline Vec first_of(Vec x, int64_t n) { return counting() < static_cast<int32_t>(n) ? x : Vec{}; }
 
 // Of x turns.
 inline void cosine_and_sine(Vec x, Vec& cosine, Vec& sine) {
@@ -69,19 +58,10 @@ inline void cosine_and_sine(Vec x, Vec& cosine, Vec& sine) {
   cosine = as<Vec>(as<Words>(c) ^ half), sine = as<Vec>(as<Words>(s) ^ half);
 }
 
-// Not 0 where one of the first n numbers is infinite or NaN: told by its bits, because compilers take 0 x for 0.
-inline Ints not_finite(Vec x, int64_t n) { return (as<Ints>(n < W ? first_of(x, n) : x) & 0x7f800000) == 0x7f800000; }
-
-inline bool any(Ints x) {
-  int32_t found = 0;
-  for (int i = 0; i < W; ++i) found |= x[i];
-  return found != 0;
-}
-
 // Rows of a random map, packed once for the heads of one place in all sequences, which share them.
 struct PackedRows {
   Buffer memory;
-  float *rows, *columns;       // panels of their numbers, (width, PANEL) each; panels of columns, (rows, PANEL)
+  float *rows, *columns;       // panels of their numbers, (width_row, PANEL) each; panels of columns, (rows, PANEL)
   const void* from = nullptr;  // what was packed in which call
   int64_t call = -1;
 };
@@ -96,12 +76,11 @@ class FeatureWork {
         width_row(whole(call.width, 32)), row_line(whole(call.rows, 32)), sum_numbers(line * value_row + line) {
     const int64_t rows = AT_ONCE;
     tokens = m.floats(rows * width_row), d_tokens = m.floats(rows * (random ? width_row : line));
-    row = m.floats(width_row + value_row + line), value_memory = m.floats(rows * value_row);
+    row = m.floats(value_row), value_memory = m.floats(rows * value_row);
     sums = new_sums();
     denominators = c.denominators + lane * c.length, tops = denominators + c.batch * c.heads * c.length;
     if (!scaled) return;
-    top = m.floats(line), log_row = m.floats(line), factors = m.floats(line);
-    clear(factors, line);
+    top = m.floats(line), log_row = m.floats(line);
     logs = static_cast<double*>(m.bytes((c.fading > 0 ? SECTION * c.fading : rows) * 8));
     if (!random) return;
     norms = m.floats(rows), not_numbers = m.floats(rows), bias = m.floats(line);
@@ -116,15 +95,12 @@ class FeatureWork {
     const void* from = static_cast<const float*>(rows.data) + at(rows, 0);
     if (packed.call == c.number && packed.from == from) return &packed;
     packed.call = c.number, packed.from = from;
-    packed.rows = static_cast<float*>(packed.memory.bytes(row_line * (c.width + (backward ? width_row : 0)) * 4));
-    packed.columns = packed.rows + row_line * c.width;
+    packed.rows = static_cast<float*>(packed.memory.bytes(row_line * width_row * (backward ? 8 : 4)));
+    packed.columns = packed.rows + row_line * width_row;
+    clear(packed.rows, row_line * width_row);
     for (int64_t p = 0; p < c.rows; p += PANEL)
-      pack_panel(rows, at(rows, p), c.rows - p, c.width, packed.rows + p * c.width);
-    for (int64_t e = 0; e < c.rows && backward; ++e) {
-      read_row(rows, at(rows, e), c.width, width_row, 1.0f, row);
-      for (int64_t p = 0; p < width_row; p += PANEL)
-        std::memcpy(packed.columns + (p / PANEL * row_line + e) * PANEL, row + p, PANEL * 4);
-    }
+      pack_panel(rows, at(rows, p), c.rows - p, c.width, packed.rows + p * width_row);
+    if (backward) turn_panels(packed.rows, width_row, row_line, packed.columns);
     return &packed;
   }
 
@@ -194,7 +170,7 @@ class FeatureWork {
     if (!random) return elementwise(first, n, keys, to);
     read_tokens(first, n, keys);
     const float* rows = (keys ? key_rows : query_rows)->rows;
-    panel_product(n, whole(c.rows, PANEL), c.width, tokens, width_row, 1, rows, PANEL, c.width * PANEL, to, line, PANEL, false);
+    panel_product(n, whole(c.rows, PANEL), c.width, tokens, width_row, 1, rows, PANEL, width_row * PANEL, to, line, PANEL, false);
     for (int64_t i = 0; i < n; ++i, to += line) {
       if (exponential) {
         for (int64_t e = 0; e < columns; e += W) store(to + e, load(to + e) * LOG2E + (load(bias + e) - norms[i]));
@@ -245,32 +221,22 @@ class FeatureWork {
     for (int64_t e = 0; e < columns; e += W) store(to + e, load(to + e) * exp2(load(log_row + e)));
   }
 
-  // Brings the sums to other scales; gradients of sums are divided by what these are multiplied by. `turned`: sums of
-  // values stand there, in panels of features, as turn_panels leaves them.
-  void rescale(const float* scale, bool gradients = false, float* turned = nullptr) {
-    bool same = true;
+  // Brings the sums to other scales; gradients of sums are divided by what these are multiplied by.
+  void rescale(const float* scale, bool gradients = false) {
     for (int64_t f = 0; f < c.features; ++f) {
-      factors[f] = 1.0f;
       if (scale[f] == sums.scale[f]) continue;
       const float power = gradients ? scale[f] - sums.scale[f] : sums.scale[f] - scale[f];
       const bool nothing_yet = !gradients && sums.scale[f] == LOWEST;
       sums.scale[f] = scale[f];
       if (nothing_yet) continue;
       const float factor = exp2(power);
-      factors[f] = factor, same = false;
       for (const FeatureSums& x : {sums, before, added}) {
         if (x.kv == nullptr) continue;
-        for (int64_t p = 0; p < value_row && turned == nullptr; p += PANEL)
+        for (int64_t p = 0; p < value_row; p += PANEL)
           scale_row(x.kv + (p / PANEL * line + f) * PANEL, PANEL, factor);
         x.z[f] *= factor;
       }
     }
-    for (int64_t p = 0; p < line && turned != nullptr && !same; p += PANEL)
-      for (int64_t e = 0; e < c.values; ++e)
-        for (int64_t f = 0; f < PANEL; f += W) {
-          float* to = turned + (p / PANEL * value_row + e) * PANEL + f;
-          store(to, load(to) * load(factors + p + f));
-        }
   }
 
   void raise_scale(float* scale, const float* to) const {
@@ -328,20 +294,17 @@ class FeatureWork {
       if (c.fading > 0) {
         shift(to, logs_of(first, i), scale, -1.0);
       } else if (!exponential) {
-        if (!has_tops) tops[first + i] = scale[0];
-        const float factor = exp2(scale[0] - tops[first + i]);
-        if (has_tops) scale_row(to, columns, factor);
+        if (has_tops) scale_row(to, columns, exp2(scale[0] - tops[first + i]));
+        else tops[first + i] = scale[0];
       } else {
         Vec most = all(-INFINITE);
-        for (int64_t e = 0; e < columns && !has_tops; e += W) {
+        for (int64_t e = 0; e < columns; e += W) {
           const Vec term = load(to + e) + load(scale + e);
           store(to + e, term);
           most = larger(term, most);
         }
         if (!has_tops) tops[first + i] = largest(most);
-        const float before = tops[first + i];
-        for (int64_t e = 0; e < columns && !has_tops; e += W) store(to + e, exp2(load(to + e) - before) + not_numbers[i]);
-        for (int64_t e = 0; e < columns && has_tops; e += W) store(to + e, exp2(load(to + e) + load(scale + e) - before));
+        for (int64_t e = 0; e < columns; e += W) store(to + e, exp2(load(to + e) - tops[first + i]) + not_numbers[i]);
         for (int64_t e = c.features; e < columns; ++e) to[e] = 0.0f;
       }
     }
@@ -355,20 +318,6 @@ class FeatureWork {
       if (hidden(first + i)) clear(value_memory + i * value_row, value_row);
       else read_row(c.v, at(c.v, first + i), c.values, value_row, 1.0f, value_memory + i * value_row);
     return {value_memory, value_row};
-  }
-
-  // Writes a row times a factor; gives where its numbers are not finite.
-  Ints write_output(int64_t i, float* from, float factor) const {
-    Ints broken = {};
-    for (int64_t e = c.values; e < whole(c.values, W); ++e) from[e] = 0.0f;
-    float* to = whole_vectors(c.out, c.values) ? static_cast<float*>(c.out.data) + at(c.out, i) : from;
-    for (int64_t e = 0; e < c.values; e += W) {
-      const Vec number = load(from + e) * factor;
-      store(to + e, number);
-      broken |= not_finite(number, W);
-    }
-    if (to == from) write_row(c.out, at(c.out, i), c.values, 1.0f, from);
-    return broken;
   }
 
   // S += K^T V, z += sum of K, times weights if there are any: of n rows of features, and of values or numerators.
@@ -544,7 +493,7 @@ class FeatureWork {
   Span decaying{};
   double* logs = nullptr;
   float *tokens, *d_tokens, *row, *value_memory, *denominators, *tops, *top = nullptr, *log_row = nullptr,
-      *factors = nullptr, *norms = nullptr, *not_numbers = nullptr, *bias = nullptr;
+      *norms = nullptr, *not_numbers = nullptr, *bias = nullptr;
   const PackedRows *query_rows = nullptr, *key_rows = nullptr;
 };
 
@@ -727,12 +676,9 @@ class SectionWork : public FeatureWork {
           store(sums.kv + e, load(before.kv + e) + load(added.kv + e));
       }
       for (int64_t r = 0; r < n; r += W) {  // the sums of the rows of W x W numbers, side by side
-        Vec block[W], denominator = {};
-#pragma GCC unroll 16
-        for (int j = 0; j < W; ++j) block[j] = load(parts + (r + j) * W);
-        transpose(block);
-#pragma GCC unroll 16
-        for (int j = 0; j < W; ++j) denominator += block[j];
+        Vec denominator = {};
+        turn(parts + r * W, W, parts + r * W, W);
+        for (int j = 0; j < W; ++j) denominator += load(parts + (r + j) * W);
         denominator += c.eps;
         const Vec size = denominator < 0.0f ? -denominator : denominator;
         denominator = size < INFINITE ? denominator : all(std::numeric_limits<float>::quiet_NaN());
@@ -742,7 +688,7 @@ class SectionWork : public FeatureWork {
       for (int64_t r = 0; r < n; ++r) {
         const float denominator = parts[r / W * W * W + r % W];
         denominators[i + r] = denominator;
-        broken |= write_output(i + r, out + r * value_row, 1.0f / denominator);
+        broken |= write_row(c.out, at(c.out, i + r), c.values, 1.0f / denominator, out + r * value_row);
       }
     }
     if (whole != nullptr) {
@@ -824,8 +770,7 @@ class SectionWork : public FeatureWork {
     const FeatureSums read = sums_read(section);
     const Span span = of_queries(section);
     clear(scales, line);
-    turn_panels(read.kv, line, value_row, turned);
-    std::memcpy(sums.z, read.z, static_cast<size_t>(2 * line) * 4);  // and scales
+    copy(read, sums);
     if (scaled) copy_row(top, read.scale);
     begin_decays(span);
     struct Step {
@@ -839,7 +784,8 @@ class SectionWork : public FeatureWork {
       Step s{i, std::min(span.end - i, STEP), scales + (scaled ? count * line : 0), queries + at * line, keys + at * line,
              grad + at * value_row, d_denominators + at, d_pairs + at * STEP};
       s.n = keys_of_step(i + leading_keys, s.n, s.keys, s.scale);
-      if (scaled) rescale(s.scale, false, turned);
+      if (scaled) rescale(s.scale);
+      turn_panels(sums.kv, line, value_row, turned);
       this->queries(i, s.n, s.scale, true, s.queries);
       quotients(i, s.n, s.grad, s.d_denominators);
       to_features({s.grad, value_row}, s.n, turned, sums.z, s.d_denominators, d_features);
@@ -850,8 +796,7 @@ class SectionWork : public FeatureWork {
       i += s.n;
       steps[count++] = s;
       if (i == span.end) break;
-      panel_product(c.values, c.features, s.n, v.data, 1, v.distance, s.keys, line, PANEL, turned, PANEL, value_row * PANEL, true);
-      add_rows(s.keys, nullptr, s.n, sums.z);
+      add_to_sums(s.keys, nullptr, v, s.n, sums);
     }
     copy(gradients_after(section + 1), sums);
     if (scaled && section == c.query_sections() - 1 && c.d_last.kv == nullptr)  // nobody reads the sums after these keys,

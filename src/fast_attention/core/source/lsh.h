@@ -265,31 +265,27 @@ class HashedWork {
     Ints own, end, all_pairs, steps;
     bool repeated;  // weights are multiplied by how often keys are met
 
-    // The scores of keys from j on; minus infinity where the query does not meet them, or met them in a round before.
-    Vec counted(int64_t j, Vec score) const {
-      Words least = ~Words{};
-      for (int64_t r = 0; r < compared; ++r) {
-        const Words difference = as<Words>(all(query[r]) - some<Ints>(keys + r * HASHED_KEYS + j, W));
-        least = difference < least ? difference : least;
-      }
-      const Ints at = steps + all(static_cast<int32_t>(j)), met = as<Ints>(least <= 1u);
-      return (at >= end) | (at == own) | (met ^ all_pairs) ? all(-INFINITE) : score;
-    }
-
     // In how many rounds the query meets keys from j on.
-    Vec meetings(int64_t j) const {
+    Ints meetings(int64_t j) const {
       Ints often = {};
       for (int64_t r = 0; r < compared; ++r) {
         const Ints difference = all(query[r]) - some<Ints>(keys + r * HASHED_KEYS + j, W);
         often -= as<Ints>(as<Words>(difference) <= 1u);
       }
-      return __builtin_convertvector(often, Vec);
+      return often;
+    }
+
+    // The scores of keys from j on; minus infinity where the query does not meet them, or met them in a round before.
+    Vec counted(int64_t j, Vec score, Ints often) const {
+      const Ints at = steps + all(static_cast<int32_t>(j));
+      return (at >= end) | (at == own) | ((often > 0) ^ all_pairs) ? all(-INFINITE) : score;
     }
 
     // The weights of keys from j on.
     Vec weight(int64_t j, Vec score, Vec top) const {
-      const Vec weight = exp2(counted(j, score) - top);
-      return repeated ? weight * meetings(j) : weight;
+      const Ints often = meetings(j);
+      const Vec weight = exp2(counted(j, score, often) - top);
+      return repeated ? weight * __builtin_convertvector(often, Vec) : weight;
     }
   };
 
@@ -346,7 +342,7 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
         const float* line = work.scores + i * HASHED_KEYS;
         Vec most = all(-INFINITE);
         for (int64_t j = 0, high = work.columns(s, k, i / ROWS * ROWS); j < high; j += W)
-          most = larger(visible.counted(j, load(line + j)), most);
+          most = larger(visible.counted(j, load(line + j), visible.meetings(j)), most);
         const float before = tops[i], now = largest(most);
         if (now <= before || small(work.query_tokens[i])) continue;
         const float shrunk = before == -INFINITE ? 0.0f : exp2(before - now);
@@ -390,16 +386,13 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
 inline void lsh_forward(const LshCall& c, const Pool& pool) {
   const int64_t lanes = c.batch * c.heads;
   parallel_parts(pool, lanes, c.rounds, [&](int64_t lane, int64_t round) {
-    const int64_t at = (lane * c.rounds + round) * c.length;
+    const int64_t at = (lane * c.rounds + round) * c.length, width_row = whole(c.width, W);
+    Frame m;
+    float* row = m.floats(width_row);
     arrange(c, c.buckets + at, c.order + at, c.codes + at);
     for (int64_t i = 0; i < c.length && round == 0; ++i) {  // a shorter one than c.shortest counts as that long
-      const int64_t place = c.q.at(lane / c.heads, lane % c.heads, i);
-      Vec square = {};
-      for (int64_t e = 0; e < c.width; e += W) {
-        const Vec number = read(c.q, place + e, c.width - e);
-        square += number * number;
-      }
-      c.lengths[lane * c.length + i] = std::max(std::sqrt(sum(square)), c.shortest);
+      read_row(c.q, c.q.at(lane / c.heads, lane % c.heads, i), c.width, width_row, 1.0f, row);
+      c.lengths[lane * c.length + i] = std::max(std::sqrt(product_of_rows(row, row, width_row)), c.shortest);
     }
   });
   parallel_parts(pool, lanes, (c.length + HASHED_SEGMENT - 1) / HASHED_SEGMENT, [&](int64_t lane, int64_t s) {

@@ -96,6 +96,17 @@ inline void exchange(Vec (&rows)[W], std::integer_sequence<int, J...> places) {
 // Transposes W x W numbers in registers.
 inline void transpose(Vec (&rows)[W]) { exchange<1>(rows, PLACES); }
 
+// Writes the first `number` columns of W x W numbers as rows; `to` may be `from`.
+inline void turn(const float* from, int64_t distance, float* to, int64_t to_distance, int64_t number = W) {
+  Vec rows[W];
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) rows[i] = load(from + i * distance);
+  transpose(rows);
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i)
+    if (i < number) store(to + i * to_distance, rows[i]);
+}
+
 // Writes PANEL tokens, of which `number` exist, as columns: to[e * PANEL + n]; zeros stand for those that do not.
 inline void pack_panel(const Tokens& x, int64_t offset, int64_t number, int64_t width, float* to) {
   for (int64_t n = 0; n < PANEL; n += W)
@@ -108,13 +119,7 @@ inline void pack_panel(const Tokens& x, int64_t offset, int64_t number, int64_t 
         for (int i = 0; i < W; ++i) store(copied + i * W, n + i < number ? read(x, at + i * x.row, width - e) : Vec{});
         from = copied, distance = W;
       }
-      Vec rows[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) rows[i] = load(from + i * distance);
-      transpose(rows);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i)
-        if (e + i < width) store(to + (e + i) * PANEL + n, rows[i]);
+      turn(from, distance, to + e * PANEL + n, PANEL, width - e);
     }
 }
 

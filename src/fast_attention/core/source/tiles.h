@@ -233,23 +233,24 @@ class TileWork {
     return rows;
   }
 
-  // The columns of panel p that a group sees: one half of it, or both.
-  static void half_panels(const Span& hull, int64_t p, int64_t M, int64_t K, const float* A, int64_t row,
-                          const float* panel, float* to, int64_t to_row) {
-    const int64_t half = hull.first >= p + W ? W : 0, N = hull.end <= p + W ? W : PANEL - half;
-    product(M, N, K, A, row, 1, panel + half, PANEL, to + p + half, to_row, false);
-  }
-
-  // Calls multiply(first row, rows, hull, p, panel) for the rows [from, to) that see some of a panel of a run.
-  template <class Function>
-  void each_panel(size_t r, int64_t from, int64_t to, Side& side, Function&& multiply) {
+  // Products of the rows [from, to) of A, whole groups, and the keys or values of a run that some of a group see.
+  void multiply(size_t r, int64_t from, int64_t to, const float* A, int64_t row, Side& side, float* C) {
     for (int64_t p = runs[r].low; p < runs[r].high; p += PANEL) {
       const float* packed = nullptr;  // it stays in the first cache for all groups
       for (int64_t i = from; i < to; i += ROWS) {
         const Span& hull = hull_of(r, i);
         if (hull.end <= p || hull.first >= p + PANEL) continue;
         if (packed == nullptr) packed = panel(side, p / PANEL);
-        multiply(i, rows_from(i), hull, p, packed);
+        float* to_row = C + (i - from) * score_row + p;
+#ifdef FAST_ATTENTION_AMX
+        if (bf16 && &side == &keys) {
+          registers.multiply(rows_from(i), part_row, c.scale * LOG2E, tile_parts + i * part_row,
+                             reinterpret_cast<const uint16_t*>(packed), to_row, score_row);
+          continue;
+        }
+#endif
+        const int64_t half = hull.first >= p + W ? W : 0, N = hull.end <= p + W ? W : PANEL - half;  // of the columns, or all
+        product(rows_from(i), N, side.numbers, A + i * row, row, 1, packed + half, PANEL, to_row + half, score_row, false);
       }
     }
   }
@@ -259,16 +260,7 @@ class TileWork {
   void write_scores(const Tile& tile, int64_t top_row, int64_t end_row, float* slope) {
     for (size_t r = 0; r < runs.size(); ++r) {
       const Run& run = runs[r];
-      each_panel(r, top_row, end_row, keys,
-                 [&](int64_t first, int64_t n, const Span& hull, int64_t p, const float* panel) {
-        float* to_row = scores + (first - top_row) * score_row;
-#ifdef FAST_ATTENTION_AMX
-        if (bf16)
-          return registers.multiply(n, part_row, c.scale * LOG2E, tile_parts + first * part_row,
-                                    reinterpret_cast<const uint16_t*>(panel), to_row + p, score_row);
-#endif
-        half_panels(hull, p, n, c.width, tile_q + first * width_row, width_row, panel, to_row, score_row);
-      });
+      multiply(r, top_row, end_row, tile_q, width_row, keys, scores);
       const int64_t offsets = c.vectors == nullptr ? 0 : copy_vectors(tile, run);
       for (int64_t o = 0; o < offsets; o += PANEL) {
         pack_panel({vectors, 0, 0, width_row, FLOAT32}, o * width_row, PANEL, c.width, vector_panel);
@@ -559,10 +551,7 @@ inline void backward_item(const TilesCall& c, const Item& item) {
                           work.ranges[tile.range_end - 1].end <= first + work.chunk;
     for (int64_t i = 0; i < number; ++i) products[i] = is_whole ? 0.0f : inner[work.at(tile, i)];
     for (size_t r = 0; r < work.runs.size(); ++r) {
-      work.each_panel(r, 0, number, work.values,
-                      [&](int64_t i, int64_t n, const Span& hull, int64_t p, const float* panel) {  // dP = dO V^T
-        work.half_panels(hull, p, n, c.values, tile_grad + i * value_row, value_row, panel, slopes + i * score_row, score_row);
-      });
+      work.multiply(r, 0, number, tile_grad, value_row, work.values, slopes);  // dP = dO V^T
       for (int64_t i = 0; i < number; ++i) {  // P and dP, in place of scores and dO V^T
         const Span& hull = work.hull_of(r, i);
         float *line = work.scores + i * score_row, *slope_line = slopes + i * score_row;

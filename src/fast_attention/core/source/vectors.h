@@ -208,10 +208,28 @@ inline void read_row(const Tokens& tokens, int64_t offset, int64_t n, int64_t pa
   for (i = n; i < padded; ++i) to[i] = 0.0f;
 }
 
-// Writes n numbers of a row of whole vectors, times factor, as those of a token.
-inline void write_row(const Tokens& tokens, int64_t offset, int64_t n, float factor, const float* from) {
+// Zeros in place of all but the first n numbers.
+inline Vec first_of(Vec x, int64_t n) { return counting() < static_cast<int32_t>(n) ? x : Vec{}; }
+
+// Not 0 where one of the first n numbers is infinite or NaN: told by its bits, because compilers take 0 x for 0.
+inline Ints not_finite(Vec x, int64_t n) { return (as<Ints>(n < W ? first_of(x, n) : x) & 0x7f800000) == 0x7f800000; }
+
+inline bool any(Ints x) {
+  int32_t found = 0;
+  for (int i = 0; i < W; ++i) found |= x[i];
+  return found != 0;
+}
+
+// Writes n numbers of a row of whole vectors, times factor, as those of a token; gives where they are not finite.
+inline Ints write_row(const Tokens& tokens, int64_t offset, int64_t n, float factor, const float* from) {
   const Tokens x = tokens;
-  for (int64_t i = 0; i < n; i += W) write(x, offset + i, n - i, load(from + i) * factor);
+  Ints broken = {};
+  for (int64_t i = 0; i < n; i += W) {
+    const Vec number = load(from + i) * factor;
+    write(x, offset + i, n - i, number);
+    broken |= not_finite(number, n - i);
+  }
+  return broken;
 }
 
 inline int64_t whole(int64_t n, int64_t size) { return (n + size - 1) / size * size; }
