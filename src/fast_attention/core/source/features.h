@@ -851,27 +851,18 @@ inline bool one_item_a_head(const FeaturesCall& c) {
 
 inline bool features_forward(const FeaturesCall& c, const Pool& pool) {
   const int64_t heads = c.batch * c.heads, unread = !c.causal || c.last.kv != nullptr ? 0 : 1;
-  std::atomic<bool> finite{true};
-  if (one_item_a_head(c)) {
-    parallel_items(pool, heads, [&](int64_t head) {
-      if (!read_head(c, head)) finite = false;
-    });
-    return finite;
-  }
-  in_phases(
+  if (one_item_a_head(c)) return parallel_items(pool, heads, [&](int64_t head) { return read_head(c, head); });
+  return in_phases(
       pool, false, heads, c.key_sections() - unread,
       [&](int64_t head, int64_t s) { SectionWork(c, head, false).sum_section(s); },
       [&](int64_t head) { SectionWork(c, head, false).scan(); }, c.query_sections(),
-      [&](int64_t head, int64_t s) {
-        if (!SectionWork(c, head, false).read(s)) finite = false;
-      });
-  return finite;
+      [&](int64_t head, int64_t s) { return SectionWork(c, head, false).read(s); });
 }
 
-inline void features_backward(const FeaturesCall& c, const Pool& pool) {
+inline bool features_backward(const FeaturesCall& c, const Pool& pool) {
   const bool all_summed = !c.causal || c.leading() > 0 || c.d_first.kv != nullptr;
   const int64_t skipped = all_summed ? 0 : 1, heads = c.batch * c.heads;
-  in_phases(
+  return in_phases(
       pool, one_item_a_head(c), heads, c.query_sections() - skipped,
       [&](int64_t head, int64_t s) { SectionWork(c, head, true).sum_gradients(s + skipped); },
       [&](int64_t head) { SectionWork(c, head, true).scan_gradients(all_summed); }, c.key_sections(),

@@ -266,25 +266,21 @@ class HybridWork {
 inline bool hybrid_forward(const HybridCall& c, const Pool& pool) {
   tiles_forward(c.near, pool);
   const Outside cut = c.of_queries();
-  std::atomic<bool> finite{true};
-  in_phases(
+  return in_phases(
       pool, c.far.states == nullptr, c.far.batch * c.far.heads, cut.summed,
       [&](int64_t head, int64_t n) { HybridWork(c, head, false).sum_block(cut, n); },
       [&](int64_t head) { HybridWork(c, head, false).scan(cut, c.far.states); }, cut.sections(),
-      [&](int64_t head, int64_t section) {
-        if (!HybridWork(c, head, false).read_section(cut, section)) finite = false;
-      });
-  return finite;
+      [&](int64_t head, int64_t section) { return HybridWork(c, head, false).read_section(cut, section); });
 }
 
-inline void hybrid_backward(const HybridCall& c, const Pool& pool) {
+inline bool hybrid_backward(const HybridCall& c, const Pool& pool) {
   const Outside cut = c.of_queries(), back = c.of_keys();
   in_phases(
       pool, c.far.d_states == nullptr, c.far.batch * c.far.heads, cut.sections(),
       [&](int64_t head, int64_t section) { HybridWork(c, head, true).query_gradients(cut, back, section); },
       [&](int64_t head) { HybridWork(c, head, true).scan(back, c.far.d_states); }, back.sections(),
       [&](int64_t head, int64_t section) { HybridWork(c, head, true).key_gradients(cut, back, section); });
-  tiles_backward(c.near, pool);
+  return tiles_backward(c.near, pool);
 }
 
 }  // namespace FAST_ATTENTION_NAMESPACE

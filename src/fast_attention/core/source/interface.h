@@ -177,18 +177,18 @@ struct LshCall : Call {
   float scale, shortest;
 };
 
-// The functions of one width of vectors.
+// The functions of one width of vectors. They give whether all outputs are finite where they tell, else true.
 struct Kernels {
   int32_t width;
-  void (*tiles_forward)(const TilesCall&, const Pool&);
-  void (*tiles_backward)(const TilesCall&, const Pool&);
+  bool (*tiles_forward)(const TilesCall&, const Pool&);
+  bool (*tiles_backward)(const TilesCall&, const Pool&);
   bool (*features_forward)(const FeaturesCall&, const Pool&);
-  void (*features_backward)(const FeaturesCall&, const Pool&);
+  bool (*features_backward)(const FeaturesCall&, const Pool&);
   bool (*hybrid_forward)(const HybridCall&, const Pool&);
-  void (*hybrid_backward)(const HybridCall&, const Pool&);
-  void (*lsh_hash)(const HashCall&, const Pool&);
-  void (*lsh_forward)(const LshCall&, const Pool&);
-  void (*lsh_backward)(const LshCall&, const Pool&);
+  bool (*hybrid_backward)(const HybridCall&, const Pool&);
+  bool (*lsh_hash)(const HashCall&, const Pool&);
+  bool (*lsh_forward)(const LshCall&, const Pool&);
+  bool (*lsh_backward)(const LshCall&, const Pool&);
 };
 
 }  // namespace fast_attention

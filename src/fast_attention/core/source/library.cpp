@@ -10,7 +10,6 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -108,18 +107,15 @@ class Arguments {
   }
 
   // So many contiguous numbers; a null pointer where there is no tensor.
-  void* numbers(std::string_view name, int64_t count, ScalarType type) const {
+  template <class T>
+  T* numbers(std::string_view name, int64_t count) const {
     const MaybeTensor& x = find(name).tensor;
     if (!x) return nullptr;
+    const ScalarType type = torch::headeronly::CppTypeToScalarType<T>::value;
     check(x->numel() == count && x->is_contiguous() && x->scalar_type() == type, name);
-    return x->data_ptr();
+    return static_cast<T*>(x->data_ptr());
   }
-  float* floats(std::string_view name, int64_t count) const {
-    return static_cast<float*>(numbers(name, count, ScalarType::Float));
-  }
-  int32_t* ints(std::string_view name, int64_t count) const {
-    return static_cast<int32_t*>(numbers(name, count, ScalarType::Int));
-  }
+  float* floats(std::string_view name, int64_t count) const { return numbers<float>(name, count); }
 
  private:
   struct Value {
@@ -175,18 +171,18 @@ TilesCall tiles_call(const Arguments& a) {
   const int64_t batch = tiles.size(0), heads = tiles.size(1);
   check((batch == 1 || batch == c.batch) && (heads == 1 || heads == c.heads) && tiles.size(3) == 4, "tiles");
   c.tile_count = tiles.size(2);
-  c.tiles = reinterpret_cast<const Tile*>(a.ints("tiles", batch * heads * c.tile_count * 4));
-  c.ranges = reinterpret_cast<const Range*>(a.ints("ranges", a["ranges"].size(0) * 6));
+  c.tiles = reinterpret_cast<const Tile*>(a.numbers<int32_t>("tiles", batch * heads * c.tile_count * 4));
+  c.ranges = reinterpret_cast<const Range*>(a.numbers<int32_t>("ranges", a["ranges"].size(0) * 6));
   c.tile_head = heads == 1 ? 0 : c.tile_count;
   c.tile_batch = batch == 1 ? 0 : c.tile_count * heads;
   if (a.has("choices")) {
     c.choice_count = a["choices"].size(3), c.block = a.integer("block");
     check(c.block >= 1 && c.length <= c.keys && c.tile_count == 0 && c.numbers == nullptr, "choices");
-    const int64_t count = c.batch * c.heads * c.length * c.choice_count;
-    c.choices = static_cast<const int64_t*>(a.numbers("choices", count, ScalarType::Long));
+    c.choices = a.numbers<int64_t>("choices", c.batch * c.heads * c.length * c.choice_count);
   }
   c.cap = a.number("cap"), c.dropout = a.number("dropout"), c.seed = static_cast<uint64_t>(a.integer("seed"));
   c.keep = static_cast<int32_t>((1.0 - a.real("dropout")) * 16777216.0);
+  if (!a.has("grad_out")) return c;
   for (const Tokens& x : {c.dk, c.dv}) check(x.kind == FLOAT32 && x.row % 16 == 0, "gradients of keys");
   c.d_numbers = a.floats("d_numbers", c.batch * c.heads * c.number_count);
   c.d_vectors = a.floats("d_vectors", c.batch * c.heads * c.number_count * c.width);
@@ -230,7 +226,9 @@ void set_memory(const Arguments& a, FeaturesCall& c, const char* denominators, i
   const int64_t heads = c.batch * c.heads, numbers = heads * state_numbers(c.features, c.values);
   const int64_t rows = heads * c.rows * ((c.width + 31) / 32 * 32);
   c.denominators = a.floats(denominators, (c.map < EXPONENTIAL ? 1 : 2) * heads * c.length);
-  c.states = a.floats("states", slots * numbers), c.d_states = a.floats("d_states", d_slots * numbers);
+  c.states = a.floats("states", slots * numbers);
+  if (!a.has("grad_out")) return;
+  c.d_states = a.floats("d_states", d_slots * numbers);
   c.query_parts = query_parts, c.key_parts = key_parts;
   c.d_query_rows = a.floats("d_query_rows", query_parts * rows);
   c.d_key_rows = a.floats("d_key_rows", key_parts * rows);
@@ -246,10 +244,11 @@ FeaturesCall features_call(const Arguments& a) {
     check((c.fading == 1 || c.fading == c.features) && c.decay.kind == FLOAT32 && c.map < EXPONENTIAL && c.causal &&
               c.keys == c.length, "decays");
   }
-  c.d_decay = a.floats("d_decay", c.batch * c.heads * c.keys * c.fading);
-  check(c.fading == 0 || !a.has("grad_out") || c.d_decay != nullptr, "d_decay");
   set_memory(a, c, "denominators", c.key_sections() + 1, c.query_sections() + 1, c.query_sections(), c.key_sections());
   c.first = states_of(a, c, "first_kv", "first_z", "first_scale"), c.last = states_of(a, c, "last_kv", "last_z", "last_scale");
+  if (!a.has("grad_out")) return c;
+  c.d_decay = a.floats("d_decay", c.batch * c.heads * c.keys * c.fading);
+  check(c.fading == 0 || c.d_decay != nullptr, "d_decay");
   c.d_last = states_of(a, c, "d_last_kv", "d_last_z", nullptr), c.d_first = states_of(a, c, "d_first_kv", "d_first_z", nullptr);
   check(c.d_first.kv == nullptr || c.first.kv != nullptr, "d_first_kv", "belong to no state");
   return c;
@@ -285,7 +284,7 @@ HashCall hash_call(const Arguments& a) {
   c.rounds = rotations.size(1), c.columns = rotations.size(3);
   c.q = a.tokens("q", {c.batch, c.heads, c.length, c.width});
   c.rotations = a.floats("rotations", c.heads * c.rounds * c.width * c.columns);
-  c.buckets = a.ints("buckets", c.batch * c.heads * c.rounds * c.length);
+  c.buckets = a.numbers<int32_t>("buckets", c.batch * c.heads * c.rounds * c.length);
   c.factors = factors.data(), c.factor_count = static_cast<int64_t>(factors.size());
   int64_t halves = 0;
   for (const int64_t factor : factors) {
@@ -304,22 +303,17 @@ LshCall lsh_call(const Arguments& a) {
   c.rounds = a["codes"].size(2), c.number = a.integer("number"), c.size = a.integer("size");
   check(c.number >= 1 && c.size >= 1 && flags.size() == 4, "buckets and flags");
   const int64_t count = c.batch * c.heads * c.length;
-  c.order = a.ints("order", count * c.rounds), c.codes = a.ints("codes", count * c.rounds);
+  c.order = a.numbers<int32_t>("order", count * c.rounds), c.codes = a.numbers<int32_t>("codes", count * c.rounds);
   c.lengths = a.floats("lengths", count), c.logs = a.floats("logs", count);
   c.ranked = flags[0] != 0, c.across = flags[1] != 0, c.causal = flags[2] != 0, c.distinct = flags[3] != 0;
   c.scale = a.number("scale"), c.shortest = a.number("shortest");
-  c.buckets = a.ints("buckets", count * c.rounds);
+  c.buckets = a.numbers<int32_t>("buckets", count * c.rounds);
   return c;
 }
 
-// Calls a kernel; whether all outputs are finite, where it tells.
 template <auto KERNEL, auto CALL>
 bool run(const Arguments& a) {
-  const auto call = CALL(a);
-  if constexpr (std::is_void_v<decltype((kernels->*KERNEL)(call, pool()))>)
-    return (kernels->*KERNEL)(call, pool()), true;
-  else
-    return (kernels->*KERNEL)(call, pool());
+  return (kernels->*KERNEL)(CALL(a), pool());
 }
 
 #define TILES                                                                                                       \

@@ -66,8 +66,8 @@ inline void hash_segment(const HashCall& c, int64_t lane, int64_t segment) {
   });
 }
 
-inline void lsh_hash(const HashCall& c, const Pool& pool) {
-  parallel_parts(pool, c.batch * c.heads, (c.length + HASHING_SEGMENT - 1) / HASHING_SEGMENT,
+inline bool lsh_hash(const HashCall& c, const Pool& pool) {
+  return parallel_parts(pool, c.batch * c.heads, (c.length + HASHING_SEGMENT - 1) / HASHING_SEGMENT,
                  [&](int64_t lane, int64_t segment) { hash_segment(c, lane, segment); });
 }
 
@@ -383,7 +383,7 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
   }
 }
 
-inline void lsh_forward(const LshCall& c, const Pool& pool) {
+inline bool lsh_forward(const LshCall& c, const Pool& pool) {
   const int64_t lanes = c.batch * c.heads;
   parallel_parts(pool, lanes, c.rounds, [&](int64_t lane, int64_t round) {
     const int64_t at = (lane * c.rounds + round) * c.length, width_row = whole(c.width, W);
@@ -395,7 +395,7 @@ inline void lsh_forward(const LshCall& c, const Pool& pool) {
       c.lengths[lane * c.length + i] = std::max(std::sqrt(product_of_rows(row, row, width_row)), c.shortest);
     }
   });
-  parallel_parts(pool, lanes, (c.length + HASHED_SEGMENT - 1) / HASHED_SEGMENT, [&](int64_t lane, int64_t s) {
+  return parallel_parts(pool, lanes, (c.length + HASHED_SEGMENT - 1) / HASHED_SEGMENT, [&](int64_t lane, int64_t s) {
     lsh_forward_span(c, lane, span_of({0, c.length}, HASHED_SEGMENT, s));
   });
 }
@@ -468,8 +468,8 @@ inline void lsh_backward_head(const LshCall& c, int64_t lane) {
   }
 }
 
-inline void lsh_backward(const LshCall& c, const Pool& pool) {
-  parallel_items(pool, c.batch * c.heads, [&](int64_t lane) { lsh_backward_head(c, lane); });
+inline bool lsh_backward(const LshCall& c, const Pool& pool) {
+  return parallel_items(pool, c.batch * c.heads, [&](int64_t lane) { lsh_backward_head(c, lane); });
 }
 
 }  // namespace FAST_ATTENTION_NAMESPACE

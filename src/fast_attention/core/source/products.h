@@ -123,36 +123,48 @@ inline void pack_panel(const Tokens& x, int64_t offset, int64_t number, int64_t 
     }
 }
 
-// Threads take items by a counter: which thread has which never changes a bit of the results.
+// Calls a function; whether what it computed is finite, where it tells.
+template <class Function, class... Arguments>
+inline bool finite(const Function& function, Arguments... arguments) {
+  if constexpr (std::is_void_v<decltype(function(arguments...))>) return function(arguments...), true;
+  else return function(arguments...);
+}
+
+// Threads take items by a counter: which thread has which never changes a bit of the results. Whether all are finite.
 template <class Function>
-inline void parallel_items(const Pool& pool, int64_t items, const Function& function) {
+inline bool parallel_items(const Pool& pool, int64_t items, const Function& function) {
   std::atomic<int64_t> next{0};
+  std::atomic<bool> all_finite{true};
   auto body = [&] {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) function(i);
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;)
+      if (!finite(function, i)) all_finite = false;
   };
   pool.run(std::min(pool.threads, items), [](void* context) { (*static_cast<decltype(body)*>(context))(); }, &body);
+  return all_finite;
 }
 
 // Calls function(head, part) for some parts of every head.
 template <class Function>
-inline void parallel_parts(const Pool& pool, int64_t heads, int64_t parts, const Function& function) {
-  parallel_items(pool, heads * parts, [&](int64_t item) { function(item / parts, item % parts); });
+inline bool parallel_parts(const Pool& pool, int64_t heads, int64_t parts, const Function& function) {
+  return parallel_items(pool, heads * parts, [&](int64_t item) { return function(item / parts, item % parts); });
 }
 
 // For every head some parts, then one, then some more. By head one thread does all of a head, as it does where there are
-// many; every number is computed in the same order either way.
+// many; every number is computed in the same order either way. Whether the last parts are all finite.
 template <class First, class Second, class Third>
-inline void in_phases(const Pool& pool, bool by_head, int64_t heads, int64_t first, const First& a, const Second& b,
+inline bool in_phases(const Pool& pool, bool by_head, int64_t heads, int64_t first, const First& a, const Second& b,
                       int64_t last, const Third& z) {
   if (by_head || heads >= 2 * pool.threads)
     return parallel_items(pool, heads, [&](int64_t head) {
       for (int64_t i = 0; i < first; ++i) a(head, i);
       b(head);
-      for (int64_t i = 0; i < last; ++i) z(head, i);
+      bool all_finite = true;
+      for (int64_t i = 0; i < last; ++i) all_finite &= finite(z, head, i);
+      return all_finite;
     });
   parallel_parts(pool, heads, first, a);
   parallel_items(pool, heads, b);
-  parallel_parts(pool, heads, last, z);
+  return parallel_parts(pool, heads, last, z);
 }
 
 struct Span {

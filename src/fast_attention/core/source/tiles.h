@@ -67,6 +67,7 @@ class TileWork {
     keys.rows = m.floats(whole_vectors(c.k, c.width) || !backward ? 0 : chunk * width_row);
     values.rows = m.floats(whole_vectors(c.v, c.values) || bf16 ? 0 : chunk * value_row);
     if (mask != nullptr) key_bias = m.floats(chunk);
+    if (c.numbers != nullptr) numbers = m.floats(offset_row);
     if (c.vectors == nullptr) return;
     vectors = m.floats(offset_row * width_row), products = m.floats(MOST_ROWS * offset_row);
     vector_panel = m.floats(PANEL * c.width);
@@ -261,7 +262,8 @@ class TileWork {
     for (size_t r = 0; r < runs.size(); ++r) {
       const Run& run = runs[r];
       multiply(r, top_row, end_row, tile_q, width_row, keys, scores);
-      const int64_t offsets = c.vectors == nullptr ? 0 : copy_vectors(tile, run);
+      const int64_t offsets = copy_offsets(tile, run, c.vectors, c.width, width_row, vectors);
+      if (top_row == 0 || runs.size() > 1) copy_offsets(tile, run, c.numbers, 1, 1, numbers);
       for (int64_t o = 0; o < offsets; o += PANEL) {
         pack_panel({vectors, 0, 0, width_row, FLOAT32}, o * width_row, PANEL, c.width, vector_panel);
         column_panel<2>(number, c.width, tile_q, width_row, 1, vector_panel, PANEL, products + o, offset_row, false);
@@ -271,9 +273,9 @@ class TileWork {
         if (hull.first >= hull.end) continue;
         float* line = scores + (i - top_row) * score_row;
         if (c.cap > 0.0f) cap_scores(line, hull, slope == nullptr ? nullptr : slope + (i - top_row) * score_row);
-        if (c.numbers != nullptr) add_numbers(line, hull, query_of(tile, i));
-        if (c.vectors != nullptr)  // products[0]: the last row and the run's first key
-          add_row(line + hull.first, products + i * offset_row + (number - 1 - i) - run.low + hull.first, hull.end - hull.first);
+        const int64_t shift = number - 1 - i - run.low, seen_keys = hull.end - hull.first;  // of an offset and the key of it
+        if (c.numbers != nullptr) add_row(line + hull.first, numbers + shift + hull.first, seen_keys, LOG2E);
+        if (c.vectors != nullptr) add_row(line + hull.first, products + i * offset_row + shift + hull.first, seen_keys);
         int64_t position = hull.first;
         for (int32_t n = run.range; n < run.range_end; ++n) {
           const Span keys = seen(ranges[n], query_of(tile, i), query_of(tile, i));
@@ -302,16 +304,6 @@ class TileWork {
     }
   }
 
-  // Adds the numbers of the offsets of query i; those that are not given are zero.
-  void add_numbers(float* line, const Span& hull, int64_t i) const {
-    const float* from = c.numbers + it.head * c.number_count;
-    const int64_t shift = start - i - c.first_offset;  // of the number that belongs to key 0 of the chunk
-    int64_t j = std::max(hull.first, -shift);
-    const int64_t end = std::min(hull.end, c.number_count - shift);
-    for (; j + W <= end; j += W) store(line + j, load(line + j) + load(from + shift + j) * LOG2E);
-    for (; j < end; ++j) line[j] += from[shift + j] * LOG2E;
-  }
-
   // In units of log 2: cap tanh(s / cap), and its slope.
   void cap_scores(float* line, const Span& hull, float* slope) const {
     const float unit = c.cap * LOG2E;
@@ -322,28 +314,33 @@ class TileWork {
     }
   }
 
-  // The vectors of all offsets of a tile and a run (the first: of the last row and the run's first key), and zeros up to
-  // whole panels, which end at the number that is returned.
-  int64_t copy_vectors(const Tile& tile, const Run& run) {
-    const float* from = c.vectors + it.head * c.number_count * c.width;
+  // The numbers or vectors of all offsets of a tile and a run (the first: of the last row and the run's first key), `width`
+  // numbers each in rows of `row`, and zeros up to whole panels, which end at the number that is returned.
+  int64_t copy_offsets(const Tile& tile, const Run& run, const float* from, int64_t width, int64_t row, float* to) const {
+    if (from == nullptr) return 0;
     const int64_t first = start + run.low - (tile.row_end - 1) - c.first_offset;
     const int64_t n = run.high - run.low + number - 1, padded = whole(n + 1, PANEL);
-    clear(vectors, padded * width_row);
-    for (int64_t o = std::max<int64_t>(0, -first); o < std::min(n, c.number_count - first); ++o)
-      std::memcpy(vectors + o * width_row, from + (first + o) * c.width, static_cast<size_t>(c.width) * 4);
+    const int64_t low = std::max<int64_t>(0, -first), end = std::min(n, c.number_count - first);
+    clear(to, padded * row);
+    for (int64_t o = low, count; o < end; o += count) {
+      count = row == width ? end - low : 1;
+      std::memcpy(to + o * row, from + (it.head * c.number_count + first + o) * width, static_cast<size_t>(count * width) * 4);
+    }
     return padded;
   }
 
-  // What dropout multiplies W neighbouring weights of a row by, from the hash of the row: 1 / (1 - dropout) or 0.
-  Vec dropped(uint32_t of_row, int64_t key) const {
+  // W neighbouring weights of a row, or their gradients, times what dropout says by the hash of the row: 1 / (1 - dropout) or 0.
+  Vec kept(Vec weights, uint32_t of_row, int64_t key) const {
+    if (c.dropout == 0.0f) return weights;
     Words x = {};
     for (int i = 0; i < W; ++i) x[i] = static_cast<uint32_t>(key + i);
     x = mixed(x * 0x9e3779b1u ^ of_row);
     const Ints size = as<Ints>(x >> 8);  // 24 bits
-    return size < c.keep ? all(1.0f / (1.0f - c.dropout)) : Vec{};
+    return weights * (size < c.keep ? all(1.0f / (1.0f - c.dropout)) : Vec{});
   }
 
   uint32_t hash_of_row(int64_t i) const {
+    if (c.dropout == 0.0f) return 0;
     const uint32_t head = mixed(static_cast<uint32_t>(it.batch * c.heads + it.head) * 0x9e3779b1u ^
                                 static_cast<uint32_t>(c.seed));
     return mixed(mixed(static_cast<uint32_t>(i) * 0x9e3779b1u ^ head) ^ static_cast<uint32_t>(c.seed >> 32));
@@ -403,7 +400,7 @@ class TileWork {
   const int32_t* places = nullptr;  // the item's rows that rows of tiles are; nullptr: one after another
   const float* tile_q = nullptr;    // queries of a tile
   Side keys{c.k, c.width}, values{c.v, c.values};
-  float *q, *scores, *row, *key_bias = nullptr, *vectors = nullptr, *products = nullptr, *vector_panel = nullptr,
+  float *q, *scores, *row, *key_bias = nullptr, *numbers = nullptr, *vectors = nullptr, *products = nullptr, *vector_panel = nullptr,
       *gathered = nullptr, *gathered_sums = nullptr, *gathered_grad = nullptr, *gathered_parts = nullptr;
   bool bf16 = false;
   int64_t part_row = 0;
@@ -441,12 +438,12 @@ inline void forward_item(const TilesCall& c, const Item& item) {
         for (size_t r = 0; r < work.runs.size(); ++r) {
           const Span& hull = work.hull_of(r, i);
           const bool drops = c.dropout > 0.0f;
-          const uint32_t hash = drops ? work.hash_of_row(work.query_of(tile, i)) : 0;
+          const uint32_t hash = work.hash_of_row(work.query_of(tile, i));
           Vec powers = {};
           for (int64_t j = hull.first; j < hull.end; j += W) {
             const Vec weight = exp2(load(line + j) - (now == NOTHING ? 0.0f : now));
             powers += weight;
-            store(line + j, drops ? weight * work.dropped(hash, first + j) : weight);
+            store(line + j, drops ? work.kept(weight, hash, first + j) : weight);
           }
           added += sum(powers);
         }
@@ -514,9 +511,9 @@ inline Items find_items(const TilesCall& c, int64_t rows) {
   return items;
 }
 
-inline void tiles_forward(const TilesCall& c, const Pool& pool) {
+inline bool tiles_forward(const TilesCall& c, const Pool& pool) {
   const Items items = find_items(c, SEGMENT);
-  parallel_items(pool, static_cast<int64_t>(items.all.size()), [&](int64_t i) { forward_item(c, items.all[i]); });
+  return parallel_items(pool, static_cast<int64_t>(items.all.size()), [&](int64_t i) { forward_item(c, items.all[i]); });
 }
 
 // dV = P^T dO; dS = P (dO V^T - D), D_i = dO_i out_i; dQ = scale dS K; dK = scale dS^T Q. One query head of a group.
@@ -545,7 +542,6 @@ inline void backward_item(const TilesCall& c, const Item& item) {
     float *dk = static_cast<float*>(c.dk.data) + work.key(c.dk, first), *dv = static_cast<float*>(c.dv.data) + work.key(c.dv, first);
     const int64_t number = work.number;
     const float *queries = work.tile_q, *tile_grad = work.rows_of(tile, grad, value_row, work.gathered_grad);
-    const auto row_hash = [&](int64_t i) { return c.dropout > 0.0f ? work.hash_of_row(work.query_of(tile, i)) : 0; };
     work.write_scores(tile, 0, number, slope);
     const bool is_whole = !c.part && work.places == nullptr && work.ranges[tile.range].first >= first &&
                           work.ranges[tile.range_end - 1].end <= first + work.chunk;
@@ -557,12 +553,11 @@ inline void backward_item(const TilesCall& c, const Item& item) {
         float *line = work.scores + i * score_row, *slope_line = slopes + i * score_row;
         const float *of_row = work.sums + 2 * work.at(tile, i), top = of_row[0], total = of_row[1];
         const float share = total > 0.0f ? 1.0f / total : 0.0f;
-        const uint32_t hash = row_hash(i);
+        const uint32_t hash = work.hash_of_row(work.query_of(tile, i));
         Vec added = {};
         for (int64_t j = hull.first; j < hull.end; j += W) {
           const Vec weight = exp2(load(line + j) - top) * share;
-          Vec dp = weight > 0.0f ? load(slope_line + j) : Vec{};
-          if (c.dropout > 0.0f) dp *= work.dropped(hash, first + j);
+          const Vec dp = work.kept(weight > 0.0f ? load(slope_line + j) : Vec{}, hash, first + j);
           added += weight * dp;
           store(line + j, weight);
           store(slope_line + j, dp);
@@ -576,12 +571,12 @@ inline void backward_item(const TilesCall& c, const Item& item) {
       for (int64_t i = 0; i < number; ++i) {  // dS in place of dP, and what dropout keeps of P; zeros beyond the group
         const int64_t low = work.hull_of(r, i).first, high = work.hull_of(r, i).end;
         float *line = work.scores + i * score_row, *slope_line = slopes + i * score_row;
-        const uint32_t hash = row_hash(i);
+        const uint32_t hash = work.hash_of_row(work.query_of(tile, i));
         for (float* x : {line, slope_line}) clear(x + run.low, low - run.low), clear(x + high, run.high - high);
         for (int64_t j = low; j < high; j += W) {
           const Vec weight = load(line + j);
           store(slope_line + j, weight * (load(slope_line + j) - products[i]) * LN2);  // queries have log2 e
-          if (c.dropout > 0.0f) store(line + j, weight * work.dropped(hash, first + j));
+          if (c.dropout > 0.0f) store(line + j, work.kept(weight, hash, first + j));
         }
         const int64_t shift = number - 1 - i - run.low;  // of an offset and the key of it
         if (d_numbers != nullptr) add_row(d_numbers + shift + low, slope_line + low, high - low);
@@ -598,7 +593,8 @@ inline void backward_item(const TilesCall& c, const Item& item) {
       if (d_numbers != nullptr)
         for (int64_t o = given.first; o < given.end; ++o) c.d_numbers[head_numbers + begin + o] += d_numbers[o] * LOG2E;
       if (c.vectors != nullptr) {
-        if (work.runs.size() > 1) work.copy_vectors(tile, run);  // write_scores left those of the last run
+        if (work.runs.size() > 1)  // write_scores left those of the last run
+          work.copy_offsets(tile, run, c.vectors, c.width, width_row, work.vectors);
         product(number, width_row, n, d_products, work.offset_row, 1, work.vectors, width_row,
                 dq + work.at(tile, 0) * width_row, width_row, true);
         if (d_vectors != nullptr) {
@@ -653,7 +649,7 @@ inline bool neighbours_only(const Items& items) {
 
 // Items of the heads of a group add to the same keys: one thread computes them one after another. So do neighbours,
 // which take turns, and all items of a head whose queries choose their keys.
-inline void tiles_backward(const TilesCall& c, const Pool& pool) {
+inline bool tiles_backward(const TilesCall& c, const Pool& pool) {
   const int64_t repeats = c.heads / c.groups;
   const bool by_head = c.block > 0 || c.d_numbers != nullptr || c.d_vectors != nullptr || (repeats > 1 && c.tile_head != 0);
   int64_t rows = by_head ? c.length : SEGMENT, most = 1;
@@ -668,6 +664,7 @@ inline void tiles_backward(const TilesCall& c, const Pool& pool) {
         for (size_t i = first; i < (c.block > 0 ? end : std::min(end, first + 1)); ++i) backward_item(c, items.all[i]);
       }
     });
+  return true;
 }
 
 }  // namespace FAST_ATTENTION_NAMESPACE
