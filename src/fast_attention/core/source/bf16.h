@@ -10,8 +10,7 @@
 #include <unistd.h>
 #endif
 
-namespace fast_attention {
-namespace FAST_ATTENTION_NAMESPACE {
+namespace fast_attention::FAST_ATTENTION_NAMESPACE {
 
 constexpr int64_t TERMS = 32;  // terms of a product that one instruction adds up
 
@@ -145,5 +144,4 @@ class TileRegisters {
 
 #endif
 
-}  // namespace FAST_ATTENTION_NAMESPACE
-}  // namespace fast_attention
+}  // namespace fast_attention::FAST_ATTENTION_NAMESPACE

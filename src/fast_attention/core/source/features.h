@@ -14,8 +14,7 @@
 
 #include "products.h"
 
-namespace fast_attention {
-namespace FAST_ATTENTION_NAMESPACE {
+namespace fast_attention::FAST_ATTENTION_NAMESPACE {
 
 constexpr int64_t STEP = 32;         // tokens that meet pair by pair
 constexpr int64_t AT_ONCE = 64;      // tokens that do not, of a product
@@ -125,11 +124,9 @@ class FeatureWork {
         clear(to, line);
         continue;
       }
-      const float* from = to;
-      if (whole_vectors(x, width)) from = static_cast<const float*>(x.data) + at(x, first + i);
-      else read_row(x, at(x, first + i), width, line, 1.0f, to);
+      const int64_t place = at(x, first + i);
       for (int64_t e = 0; e < columns; e += W) {
-        const Vec number = load(from + e), positive = larger(Vec{}, number);  // NaN stays: it gives its second number then
+        const Vec number = read(x, place + e, width - e), positive = larger(Vec{}, number);  // NaN stays: it gives its second number then
         if (map == ELU_PLUS_ONE) store(to + e, positive + exp2(-larger(Vec{}, -number) * LOG2E));
         else store(to + e, map == RELU ? positive + offset : number);
       }
@@ -328,12 +325,9 @@ class FeatureWork {
 
   // z += the sum of rows, times weights if there are any
   void add_rows(const float* rows, const float* weights, int64_t n, float* to) const {
-    const float one = 1.0f;
-    const int64_t next = weights == nullptr ? 0 : 1;
     for (int64_t e = 0; e < columns; e += W) {
       Vec total = {};
-      const float* weight = weights == nullptr ? &one : weights;
-      for (int64_t i = 0; i < n; ++i, weight += next) total += load(rows + i * line + e) * *weight;
+      for (int64_t i = 0; i < n; ++i) total += load(rows + i * line + e) * (weights == nullptr ? 1.0f : weights[i]);
       store(to + e, load(to + e) + total);
     }
   }
@@ -635,24 +629,20 @@ class SectionWork : public FeatureWork {
 
   // The outputs of a section; whether all are finite. `whole`: takes the section's keys, which no pass before summed.
   bool read(int64_t section, Totals* whole = nullptr) {
-    float *queries = m.floats(AT_ONCE * line), *out = m.floats(AT_ONCE * value_row), *parts = m.floats(AT_ONCE * W);
-    float *keys = nullptr, *pairs = nullptr, *scale = nullptr;
+    float *queries = m.floats(AT_ONCE * line), *out = m.floats(AT_ONCE * value_row), *parts = m.floats(AT_ONCE * W),
+          *keys = m.floats(AT_ONCE * line), *pairs = m.floats(STEP * STEP), *scale = m.floats(line);
     const int64_t leading_keys = c.leading_keys();
     const Span span = of_queries(section);
-    if (c.causal) {
-      copy(sums_read(section), sums);
-      if (whole != nullptr) {  // the section's keys are summed apart from those before it, which rounds each of them once
-        before = new_sums(), added = new_sums();
-        copy(sums, before);
-        clear(added.kv, sum_numbers);
-      }
-      if (scaled) copy_row(top, sums.scale);
-      begin_decays(span);
-      keys = m.floats(AT_ONCE * line), pairs = m.floats(STEP * STEP);
-      clear(scale = m.floats(line), line);
-    } else {
-      sums = sums_read(section);
+    clear(scale, line);
+    begin_decays(span);
+    if (!c.causal) sums = sums_read(section);
+    else copy(sums_read(section), sums);
+    if (whole != nullptr) {  // the section's keys are summed apart from those before it, which rounds each of them once
+      before = new_sums(), added = new_sums();
+      copy(sums, before);
+      clear(added.kv, sum_numbers);
     }
+    if (scaled) copy_row(top, sums.scale);
     Ints broken = {};
     for (int64_t i = span.first, n; i < span.end; i += n) {
       n = std::min(span.end - i, c.causal ? STEP : MANY);
@@ -874,5 +864,4 @@ inline bool features_backward(const FeaturesCall& c, const Pool& pool) {
       });
 }
 
-}  // namespace FAST_ATTENTION_NAMESPACE
-}  // namespace fast_attention
+}  // namespace fast_attention::FAST_ATTENTION_NAMESPACE

@@ -10,8 +10,7 @@
 #include "features.h"
 #include "tiles.h"
 
-namespace fast_attention {
-namespace FAST_ATTENTION_NAMESPACE {
+namespace fast_attention::FAST_ATTENTION_NAMESPACE {
 
 // One head of a call.
 class HybridWork {
@@ -283,5 +282,4 @@ inline bool hybrid_backward(const HybridCall& c, const Pool& pool) {
   return tiles_backward(c.near, pool);
 }
 
-}  // namespace FAST_ATTENTION_NAMESPACE
-}  // namespace fast_attention
+}  // namespace fast_attention::FAST_ATTENTION_NAMESPACE

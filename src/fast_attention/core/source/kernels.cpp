@@ -1,6 +1,4 @@
 // All families for vectors of one width; compiled once for each.
-#include <cmath>
-
 #include "features.h"
 #include "hybrid.h"
 #include "lsh.h"

@@ -10,8 +10,7 @@
 
 #include "products.h"
 
-namespace fast_attention {
-namespace FAST_ATTENTION_NAMESPACE {
+namespace fast_attention::FAST_ATTENTION_NAMESPACE {
 
 constexpr int64_t HASHED_ROWS = 72;        // queries of a strip, at most
 constexpr int64_t HASHED_KEYS = 128;       // keys of a block, at most
@@ -20,7 +19,6 @@ constexpr int64_t HASHED_SEGMENT = 4096;   // queries of one item of work
 constexpr int64_t HASHING_SEGMENT = 512;   // tokens that are hashed as one item of work
 constexpr int32_t HIDDEN = -5;             // as the code of a key it meets no query: those have -1 or 2 and more
 constexpr float SMALL_SCORE = 46.0f;          // scores up to this need no maximum: 2^-92 is far above the smallest float
-constexpr int64_t PREFETCHED = 12;         // rows ahead that are asked for
 
 inline Ints all(int32_t x) { return x - Ints{}; }
 
@@ -92,13 +90,6 @@ inline void arrange(const LshCall& c, const int32_t* bucket, int32_t* order, int
     before = here;
     codes[token] = here == c.number ? -1 : code;
   }
-}
-
-// Asks for a row that is read soon: those of sorted tokens are all over the second cache and beyond it.
-inline void prefetch_row(const Tokens& x, int64_t offset, int64_t n) {
-  const int64_t size = x.kind == FLOAT32 ? 4 : 2;
-  const char* from = static_cast<const char*>(x.data) + offset * size;
-  for (int64_t byte = 0; byte < n * size; byte += 64) __builtin_prefetch(from + byte);
 }
 
 // Some queries of one code and the keys that they meet, as places in the order of a round: keys [keys, piece), of the
@@ -204,21 +195,16 @@ class HashedWork {
     k.round = round, k.first = first, k.number = end - first, k.padded = whole(end - first, W);
     for (int64_t n = 0; n < k.number; ++n) k.tokens[n] = static_cast<int32_t>(token(round, first + n));
     for (int64_t n = 0; n < k.number; ++n) {
-      const int64_t t = k.tokens[n], next = first + n + PREFETCHED;
-      if (next < c.length) {
-        prefetch_row(c.q, place(c.q, token(round, next)), c.width);
-        prefetch_row(c.v, place(c.v, token(round, next)), c.values);
-      }
+      const int64_t t = k.tokens[n];
       read_row(c.q, place(c.q, t), c.width, width_row, 1.0f / lengths[t], k.rows + n * width_row);
       read_row(c.v, place(c.v, t), c.values, value_row, 1.0f, k.values + n * value_row);
     }
     for (int64_t r = 0; r < compared; ++r) {
       int32_t* to = k.codes + r * HASHED_KEYS;
-      for (int64_t n = 0; n < k.number; ++n) {
-        const int32_t code = codes[r * c.length + k.tokens[n]];
+      for (int64_t n = 0; n < k.padded; ++n) {
+        const int32_t code = n < k.number ? codes[r * c.length + k.tokens[n]] : HIDDEN;
         to[n] = code < 0 ? HIDDEN : code;
       }
-      for (int64_t n = k.number; n < k.padded; ++n) to[n] = HIDDEN;
     }
     pack(k, k.rows, width_row, k.panels);
     if (backward) pack(k, k.values, value_row, k.value_panels);
@@ -326,10 +312,8 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
   work.strips(span, [&](const Strip& s) {
     const int64_t rows = s.last - s.first;
     work.read_queries(s);
-    bool all_small = true;
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t token = work.query_tokens[i];
-      all_small = all_small && small(token);
       tops[i] = top[token - span.first];
       for (int64_t e = 0; e < value_row; e += 16) __builtin_prefetch(outs[token - span.first] + e, 1);
       store(sums + i * W, Vec{});
@@ -337,14 +321,15 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
     clear(out, rows * value_row);
     work.blocks(s, [&](const HashedKeys& k) {
       work.times_columns(s, k, c.width, work.queries, work.width_row, k.panels, work.scores);
-      for (int64_t i = 0; i < rows && !all_small; ++i) {  // larger scores than before: what there is shrinks
+      for (int64_t i = 0; i < rows; ++i) {  // larger scores than before: what there is shrinks
+        if (small(work.query_tokens[i])) continue;
         const HashedWork::Visible visible = work.visible(s, k, i);
         const float* line = work.scores + i * HASHED_KEYS;
         Vec most = all(-INFINITE);
         for (int64_t j = 0, high = work.columns(s, k, i / ROWS * ROWS); j < high; j += W)
           most = larger(visible.counted(j, load(line + j), visible.meetings(j)), most);
         const float before = tops[i], now = largest(most);
-        if (now <= before || small(work.query_tokens[i])) continue;
+        if (now <= before) continue;
         const float shrunk = before == -INFINITE ? 0.0f : exp2(before - now);
         tops[i] = now;
         scale_row(sums + i * W, W, shrunk);
@@ -472,5 +457,4 @@ inline bool lsh_backward(const LshCall& c, const Pool& pool) {
   return parallel_items(pool, c.batch * c.heads, [&](int64_t lane) { lsh_backward_head(c, lane); });
 }
 
-}  // namespace FAST_ATTENTION_NAMESPACE
-}  // namespace fast_attention
+}  // namespace fast_attention::FAST_ATTENTION_NAMESPACE

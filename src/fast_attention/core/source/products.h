@@ -8,8 +8,7 @@
 
 #include "vectors.h"
 
-namespace fast_attention {
-namespace FAST_ATTENTION_NAMESPACE {
+namespace fast_attention::FAST_ATTENTION_NAMESPACE {
 
 // A micro-kernel keeps ROWS x PANEL sums in registers: 24 of 32 with AVX-512, 12 of 16 else.
 constexpr int ROWS = W == 16 ? 12 : 6;
@@ -182,5 +181,4 @@ inline void in_steps(Span span, int64_t most, Function&& function) {
   for (int64_t i = span.first; i < span.end; i += most) function(i, std::min(span.end - i, most));
 }
 
-}  // namespace FAST_ATTENTION_NAMESPACE
-}  // namespace fast_attention
+}  // namespace fast_attention::FAST_ATTENTION_NAMESPACE

@@ -6,12 +6,12 @@
 // Where every query chooses blocks of keys itself (Mixture of Block Attention, arXiv 2502.13189), a tile is some of the
 // queries that see the same block, gathered, and a query's sums are those of all its tiles over a running maximum.
 #pragma once
+#include <cmath>
 #include <vector>
 
 #include "bf16.h"
 
-namespace fast_attention {
-namespace FAST_ATTENTION_NAMESPACE {
+namespace fast_attention::FAST_ATTENTION_NAMESPACE {
 
 constexpr int64_t MOST_ROWS = 96;   // of a tile
 constexpr int64_t MOST_KEYS = 512;  // that are packed together
@@ -62,7 +62,19 @@ class TileWork {
     for (int64_t i = 0; i < rows; ++i)
       read_row(c.q, query(c.q, row0 + i), c.width, width_row, c.scale * LOG2E, q + i * width_row);
     scores = m.floats(MOST_ROWS * score_row), row = m.floats(std::max(width_row, value_row));
-    begin_bf16();
+#ifdef FAST_ATTENTION_AMX
+    bf16 = c.q.kind == BFLOAT16 && c.k.kind == BFLOAT16 && c.v.kind == BFLOAT16 && has_tile_registers();
+    if (bf16) {
+      part_row = whole(c.width, TERMS);
+      queries = static_cast<uint16_t*>(m.bytes(rows * part_row * 2));
+      weights = static_cast<uint16_t*>(m.bytes(2 * ROWS * chunk * 2));
+      value_pairs = static_cast<uint16_t*>(m.bytes(chunk * value_row * 2));
+      std::memset(queries, 0, static_cast<size_t>(rows * part_row) * 2);
+      for (int64_t i = 0; i < rows; ++i)
+        std::memcpy(queries + i * part_row, static_cast<const uint16_t*>(c.q.data) + query(c.q, row0 + i),
+                    static_cast<size_t>(c.width) * 2);
+    }
+#endif
     keys.panels = m.floats(chunk * whole(c.width, TERMS)), values.panels = m.floats(backward ? chunk * c.values : 0);
     keys.rows = m.floats(whole_vectors(c.k, c.width) || !backward ? 0 : chunk * width_row);
     values.rows = m.floats(whole_vectors(c.v, c.values) || bf16 ? 0 : chunk * value_row);
@@ -71,22 +83,6 @@ class TileWork {
     if (c.vectors == nullptr) return;
     vectors = m.floats(offset_row * width_row), products = m.floats(MOST_ROWS * offset_row);
     vector_panel = m.floats(PANEL * c.width);
-  }
-
-  // Whether products are of bfloat16, and their memory.
-  void begin_bf16() {
-#ifdef FAST_ATTENTION_AMX
-    bf16 = c.q.kind == BFLOAT16 && c.k.kind == BFLOAT16 && c.v.kind == BFLOAT16 && has_tile_registers();
-    if (!bf16) return;
-    part_row = whole(c.width, TERMS);
-    queries = static_cast<uint16_t*>(m.bytes(rows * part_row * 2));
-    weights = static_cast<uint16_t*>(m.bytes(2 * ROWS * chunk * 2));
-    value_pairs = static_cast<uint16_t*>(m.bytes(chunk * value_row * 2));
-    std::memset(queries, 0, static_cast<size_t>(rows * part_row) * 2);
-    for (int64_t i = 0; i < rows; ++i)
-      std::memcpy(queries + i * part_row, static_cast<const uint16_t*>(c.q.data) + query(c.q, row0 + i),
-                  static_cast<size_t>(c.width) * 2);
-#endif
   }
 
   // Tiles of the queries that see the same block, their own or one that they chose, in the order of keys.
@@ -667,5 +663,4 @@ inline bool tiles_backward(const TilesCall& c, const Pool& pool) {
   return true;
 }
 
-}  // namespace FAST_ATTENTION_NAMESPACE
-}  // namespace fast_attention
+}  // namespace fast_attention::FAST_ATTENTION_NAMESPACE

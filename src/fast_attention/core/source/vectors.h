@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <limits>
+#include <memory>
 #include <new>
 #include <utility>
 
@@ -18,8 +19,7 @@
 #define FAST_ATTENTION_JOIN(a, b) FAST_ATTENTION_JOIN_(a, b)
 #define FAST_ATTENTION_NAMESPACE FAST_ATTENTION_JOIN(width, FAST_ATTENTION_WIDTH)
 
-namespace fast_attention {
-namespace FAST_ATTENTION_NAMESPACE {
+namespace fast_attention::FAST_ATTENTION_NAMESPACE {
 
 constexpr int W = FAST_ATTENTION_WIDTH;
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
@@ -256,29 +256,21 @@ inline float product_of_rows(const float* a, const float* b, int64_t n) {
 }
 
 // Memory that is kept, and replaced where more is asked for; under a sanitizer it has just the size that was asked for.
-class Buffer {
- public:
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  ~Buffer() { std::free(memory_); }
+struct Buffer {
+  std::unique_ptr<void, decltype(&std::free)> memory{nullptr, std::free};
+  int64_t size = -1;
   void* bytes(int64_t n) {
 #ifdef FAST_ATTENTION_SANITIZE
-    const bool fits = n == size_;
+    if (n == size) return memory.get();
 #else
-    const bool fits = n <= size_;
+    if (n <= size) return memory.get();
 #endif
-    if (fits) return memory_;
-    std::free(memory_);
-    size_ = 0;
-    memory_ = std::aligned_alloc(64, static_cast<size_t>(whole(n > 0 ? n : 1, 64)));
-    if (memory_ == nullptr) throw std::bad_alloc();
-    size_ = n;
-    return memory_;
+    memory.reset(), size = -1;
+    memory.reset(std::aligned_alloc(64, static_cast<size_t>(whole(n > 0 ? n : 1, 64))));
+    if (memory == nullptr) throw std::bad_alloc();
+    size = n;
+    return memory.get();
   }
-
- private:
-  void* memory_ = nullptr;
-  int64_t size_ = -1;
 };
 
 // Memory of a function or an object while it lives, of buffers that a thread keeps between calls, so that pages are not
@@ -308,5 +300,4 @@ class Frame {
   const size_t first_;
 };
 
-}  // namespace FAST_ATTENTION_NAMESPACE
-}  // namespace fast_attention
+}  // namespace fast_attention::FAST_ATTENTION_NAMESPACE
