@@ -23,9 +23,8 @@ inline void split_row(const float* from, int64_t n, int64_t padded, uint16_t* hi
       upper = (as<Words>(x) + 0x8000u) & 0xffff0000u;
       lower = as<Words>(x - as<Vec>(upper));
     }
-    const Shorts a = __builtin_convertvector(upper >> 16, Shorts), b = __builtin_convertvector(lower >> 16, Shorts);
-    std::memcpy(high + j, &a, sizeof a);
-    std::memcpy(low + j, &b, sizeof b);
+    put(high + j, W, __builtin_convertvector(upper >> 16, Shorts));
+    put(low + j, W, __builtin_convertvector(lower >> 16, Shorts));
   }
 }
 
@@ -40,20 +39,6 @@ inline bool has_tile_registers() {
     return there && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   }();
   return has;
-}
-
-// PANEL tokens of which `number` exist, in pairs of neighbouring numbers: to[(e / 2 * PANEL + n) * 2 + e % 2].
-inline void pack_pairs(const Tokens& x, int64_t offset, int64_t number, int64_t width, int64_t padded, uint16_t* to) {
-  const uint16_t* from = static_cast<const uint16_t*>(x.data) + offset;
-  for (int64_t n = 0; n < PANEL; n += W)
-    for (int64_t e = 0; e < padded; e += 2 * W) {
-      Vec rows[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) rows[i] = some<Vec>(from + (n + i) * x.row + e, n + i < number ? width - e : 0);
-      transpose(rows);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) std::memcpy(to + ((e / 2 + i) * PANEL + n) * 2, &rows[i], sizeof rows[i]);
-    }
 }
 
 // PANEL tokens of which `number` exist, in pairs of neighbours: to[(n / 2 * padded + e) * 2 + n % 2].
@@ -96,7 +81,7 @@ class TileRegisters {
     if (rows_ > 0) __asm__ volatile("tilerelease");
   }
 
-  // C (M, PANEL) = factor A B, where A has rows of K numbers and B is of `pack_pairs`.
+  // C (M, PANEL) = factor A B, where A has rows of K numbers and B is of `pack_panel`, in pairs.
   void multiply(int64_t M, int64_t K, float factor, const uint16_t* A, const uint16_t* B, float* C, int64_t ldc) {
     shape(M);
     __asm__ volatile("tilezero %%tmm0\n\ttilezero %%tmm1" ::);

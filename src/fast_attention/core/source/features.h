@@ -539,11 +539,7 @@ class Totals {
 
   void write(const FeatureSums& to) const {
     typedef double Doubles __attribute__((vector_size(W * 8)));
-    for (int64_t i = 0; i < w.sum_numbers; i += W) {
-      Doubles numbers;
-      std::memcpy(&numbers, kv + i, sizeof numbers);
-      store(to.kv + i, __builtin_convertvector(numbers, Vec));
-    }
+    for (int64_t i = 0; i < w.sum_numbers; i += W) store(to.kv + i, __builtin_convertvector(some<Doubles>(kv + i, W), Vec));
     w.copy_row(to.scale, scale);
   }
 

@@ -10,7 +10,6 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "interface.h"
@@ -311,9 +310,14 @@ LshCall lsh_call(const Arguments& a) {
   return c;
 }
 
+// Gives an operation its kernel, and the function that makes the kernel's call of the arguments.
 template <auto KERNEL, auto CALL>
-bool run(const Arguments& a) {
-  return (kernels->*KERNEL)(CALL(a), pool());
+void implement(torch::stable::detail::StableLibrary& m, const char* schema) {
+  static const char* const arguments = schema;
+  m.impl(std::string(schema, std::strchr(schema, '(')).c_str(), [](StableIValue* stack, uint64_t, uint64_t outputs) {
+    const bool finite = (kernels->*KERNEL)(CALL(Arguments(arguments, stack)), pool());
+    if (outputs > 0) stack[0] = torch::stable::detail::from(finite);
+  });
 }
 
 #define TILES                                                                                                       \
@@ -331,42 +335,30 @@ bool run(const Arguments& a) {
 
 struct Operation {
   const char* schema;
-  bool (*run)(const Arguments&);
+  void (*implement)(torch::stable::detail::StableLibrary&, const char* schema);
 };
 
 constexpr Operation OPERATIONS[] = {
-    {"tiles_forward(" TILES "Tensor(a!) out, Tensor(b!) sums) -> ()", run<&Kernels::tiles_forward, tiles_call>},
+    {"tiles_forward(" TILES "Tensor(a!) out, Tensor(b!) sums) -> ()", implement<&Kernels::tiles_forward, tiles_call>},
     {"tiles_backward(" TILES "Tensor out, Tensor sums, Tensor grad_out, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
-     "Tensor(d!)? d_numbers, Tensor(e!)? d_vectors) -> ()", run<&Kernels::tiles_backward, tiles_call>},
+     "Tensor(d!)? d_numbers, Tensor(e!)? d_vectors) -> ()", implement<&Kernels::tiles_backward, tiles_call>},
     {"features_forward(" FEATURES "Tensor(a!) out, Tensor(b!) denominators, Tensor(c!) states, Tensor(d!)? last_kv, "
-     "Tensor(e!)? last_z, Tensor(f!)? last_scale) -> bool", run<&Kernels::features_forward, features_call>},
+     "Tensor(e!)? last_z, Tensor(f!)? last_scale) -> bool", implement<&Kernels::features_forward, features_call>},
     {"features_backward(" FEATURES "Tensor out, Tensor denominators, Tensor states, Tensor grad_out, "
      "Tensor? d_last_kv, Tensor? d_last_z, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) d_states, "
      "Tensor(e!)? d_first_kv, Tensor(f!)? d_first_z, Tensor(g!)? d_query_rows, Tensor(h!)? d_key_rows, "
-     "Tensor(i!)? d_bias, Tensor(j!)? d_decay) -> ()", run<&Kernels::features_backward, features_call>},
+     "Tensor(i!)? d_bias, Tensor(j!)? d_decay) -> ()", implement<&Kernels::features_backward, features_call>},
     {"hybrid_forward(" HYBRID "Tensor(a!) out, Tensor(b!) sums, Tensor(c!) weights, Tensor(d!)? states) -> bool",
-     run<&Kernels::hybrid_forward, hybrid_call>},
+     implement<&Kernels::hybrid_forward, hybrid_call>},
     {"hybrid_backward(" HYBRID "Tensor out, Tensor sums, Tensor weights, Tensor states, Tensor grad_out, "
      "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) d_ends, Tensor(e!)? d_states, Tensor(f!)? d_numbers, "
-     "Tensor(g!)? d_query_rows, Tensor(h!)? d_key_rows, Tensor(i!)? d_bias) -> ()", run<&Kernels::hybrid_backward, hybrid_call>},
-    {"lsh_hash(Tensor q, Tensor rotations, int[] factors, Tensor(a!) buckets) -> ()", run<&Kernels::lsh_hash, hash_call>},
+     "Tensor(g!)? d_query_rows, Tensor(h!)? d_key_rows, Tensor(i!)? d_bias) -> ()", implement<&Kernels::hybrid_backward, hybrid_call>},
+    {"lsh_hash(Tensor q, Tensor rotations, int[] factors, Tensor(a!) buckets) -> ()", implement<&Kernels::lsh_hash, hash_call>},
     {"lsh_forward(Tensor q, Tensor v, Tensor buckets, " LSH "Tensor(a!) order, Tensor(b!) codes, Tensor(c!) lengths, "
-     "Tensor(d!) logs, Tensor(e!) out) -> ()", run<&Kernels::lsh_forward, lsh_call>},
+     "Tensor(d!) logs, Tensor(e!) out) -> ()", implement<&Kernels::lsh_forward, lsh_call>},
     {"lsh_backward(Tensor q, Tensor v, " LSH "Tensor order, Tensor codes, Tensor lengths, Tensor logs, Tensor out, "
-     "Tensor grad_out, Tensor(a!) dq, Tensor(b!) dv) -> ()", run<&Kernels::lsh_backward, lsh_call>},
+     "Tensor grad_out, Tensor(a!) dq, Tensor(b!) dv) -> ()", implement<&Kernels::lsh_backward, lsh_call>},
 };
-
-template <size_t N>
-void boxed(StableIValue* stack, uint64_t, uint64_t outputs) {
-  const bool finite = OPERATIONS[N].run(Arguments(OPERATIONS[N].schema, stack));
-  if (outputs > 0) stack[0] = torch::stable::detail::from(finite);
-}
-
-template <size_t... N>
-void implement(torch::stable::detail::StableLibrary& m, std::index_sequence<N...>) {
-  const auto name = [](const char* schema) { return std::string(schema, std::strchr(schema, '(')); };
-  (m.impl(name(OPERATIONS[N].schema).c_str(), boxed<N>), ...);
-}
 
 }  // namespace
 
@@ -380,7 +372,7 @@ STABLE_TORCH_LIBRARY_IMPL(fast_attention_core, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fast_attention_core, CPU, m) {
-  implement(m, std::make_index_sequence<std::size(OPERATIONS)>());
+  for (const Operation& operation : OPERATIONS) operation.implement(m, operation.schema);
 }
 
 }  // namespace fast_attention

@@ -106,19 +106,26 @@ inline void turn(const float* from, int64_t distance, float* to, int64_t to_dist
     if (i < number) store(to + i * to_distance, rows[i]);
 }
 
-// Writes PANEL tokens, of which `number` exist, as columns: to[e * PANEL + n]; zeros stand for those that do not.
-inline void pack_panel(const Tokens& x, int64_t offset, int64_t number, int64_t width, float* to) {
+// Writes PANEL tokens, of which `number` exist, as columns: to[e * PANEL + n]; zeros stand for those that do not. In pairs
+// two neighbouring numbers of 16 bits are one column.
+inline void pack_panel(const Tokens& x, int64_t offset, int64_t number, int64_t width, float* to, bool pairs = false) {
+  const int64_t parts = pairs ? 2 : 1;
+  const bool in_place = x.kind == FLOAT32 || (pairs && x.row % 2 == 0);
   for (int64_t n = 0; n < PANEL; n += W)
-    for (int64_t e = 0; e < width; e += W) {
-      const int64_t at = offset + n * x.row + e;
-      const float* from = static_cast<const float*>(x.data) + at;
-      int64_t distance = x.row;
+    for (int64_t e = 0; e * parts < width; e += W) {
+      const int64_t at = offset + n * x.row + e * parts, rest = width - e * parts;
+      const uint16_t* halves = static_cast<const uint16_t*>(x.data) + at;
+      const float* from = pairs ? reinterpret_cast<const float*>(halves) : static_cast<const float*>(x.data) + at;
+      int64_t distance = x.row / parts;
       float copied[W * W];
-      if (x.kind != FLOAT32 || n + W > number || e + W > width) {
-        for (int i = 0; i < W; ++i) store(copied + i * W, n + i < number ? read(x, at + i * x.row, width - e) : Vec{});
+      if (!in_place || n + W > number || W * parts > rest) {
+        for (int i = 0; i < W; ++i) {
+          const int64_t left = n + i < number ? rest : 0;
+          store(copied + i * W, pairs ? some<Vec>(halves + i * x.row, left) : read(x, at + i * x.row, left));
+        }
         from = copied, distance = W;
       }
-      turn(from, distance, to + e * PANEL + n, PANEL, width - e);
+      turn(from, distance, to + e * PANEL + n, PANEL, (rest + parts - 1) / parts);
     }
 }
 

@@ -200,19 +200,14 @@ class TileWork {
   const Span& hull_of(size_t run, int64_t i) const { return hulls[static_cast<int64_t>(run) * groups + i / ROWS]; }
   int64_t rows_from(int64_t i) const { return std::min<int64_t>(number - i, ROWS); }
 
-  // Panel number p of the chunk: width * PANEL numbers, 8 KiB of the first cache.
+  // Panel number p of the chunk: width * PANEL numbers, 8 KiB of the first cache; keys in bfloat16 are pairs of them.
   const float* panel(Side& side, int64_t p) {
-    const int64_t at = key(side.x, start + p * PANEL);
-#ifdef FAST_ATTENTION_AMX
-    if (bf16 && &side == &keys) {
-      uint16_t* to = reinterpret_cast<uint16_t*>(side.panels) + p * PANEL * part_row;
-      if (!side.packed[p]) pack_pairs(side.x, at, size - p * PANEL, side.numbers, part_row, to);
-      side.packed[p] = true;
-      return reinterpret_cast<const float*>(to);
-    }
-#endif
-    float* to = side.panels + p * PANEL * side.numbers;
-    if (!side.packed[p]) pack_panel(side.x, at, size - p * PANEL, side.numbers, to);
+    const bool pairs = bf16 && &side == &keys;
+    const int64_t columns = pairs ? (side.numbers + 1) / 2 : side.numbers, padded = pairs ? part_row / 2 : columns;
+    float* to = side.panels + p * PANEL * padded;
+    if (side.packed[p]) return to;
+    pack_panel(side.x, key(side.x, start + p * PANEL), size - p * PANEL, side.numbers, to, pairs);
+    clear(to + columns * PANEL, (padded - columns) * PANEL);
     side.packed[p] = true;
     return to;
   }

@@ -74,22 +74,6 @@ inline float sum(Vec v) {
   return folded<W / 2>(v, [](Vec a, Vec b) { return a + b; }, PLACES)[0];
 }
 
-// Of rows of whole vectors, added up in double precision.
-inline float inner_product(const float* a, const float* b, int64_t n) {
-  typedef float Half __attribute__((vector_size(W * 2)));
-  typedef double Doubles __attribute__((vector_size(W * 4)));
-  Doubles added = {};
-  for (int64_t i = 0; i < n; i += W / 2) {
-    Half x, y;
-    std::memcpy(&x, a + i, sizeof x);
-    std::memcpy(&y, b + i, sizeof y);
-    added += __builtin_convertvector(x, Doubles) * __builtin_convertvector(y, Doubles);
-  }
-  double total = 0.0;
-  for (int i = 0; i < W / 2; ++i) total += added[i];
-  return static_cast<float>(total);
-}
-
 inline float largest(Vec v) {
   return folded<W / 2>(v, [](Vec a, Vec b) { return larger(a, b); }, PLACES)[0];
 }
@@ -189,10 +173,6 @@ inline Vec read(const Tokens& x, int64_t at, int64_t n) {
   if (x.kind == FLOAT32) return some<Vec>(static_cast<const float*>(x.data) + at, n);
   return widened(some<Shorts>(static_cast<const uint16_t*>(x.data) + at, n), x.kind);
 }
-inline void write(const Tokens& x, int64_t at, int64_t n, Vec numbers) {
-  if (x.kind == FLOAT32) put(static_cast<float*>(x.data) + at, n, numbers);
-  else put(static_cast<uint16_t*>(x.data) + at, n, narrowed(numbers, x.kind));
-}
 
 // Whether rows of tokens are whole vectors of float32, which are read and written where they are.
 inline bool whole_vectors(const Tokens& x, int64_t n) { return x.kind == FLOAT32 && n % W == 0; }
@@ -214,11 +194,7 @@ inline Vec first_of(Vec x, int64_t n) { return counting() < static_cast<int32_t>
 // Not 0 where one of the first n numbers is infinite or NaN: told by its bits, because compilers take 0 x for 0.
 inline Ints not_finite(Vec x, int64_t n) { return (as<Ints>(n < W ? first_of(x, n) : x) & 0x7f800000) == 0x7f800000; }
 
-inline bool any(Ints x) {
-  int32_t found = 0;
-  for (int i = 0; i < W; ++i) found |= x[i];
-  return found != 0;
-}
+inline bool any(Ints x) { return largest(__builtin_convertvector(-x, Vec)) > 0.0f; }
 
 // Writes n numbers of a row of whole vectors, times factor, as those of a token; gives where they are not finite.
 inline Ints write_row(const Tokens& tokens, int64_t offset, int64_t n, float factor, const float* from) {
@@ -226,7 +202,8 @@ inline Ints write_row(const Tokens& tokens, int64_t offset, int64_t n, float fac
   Ints broken = {};
   for (int64_t i = 0; i < n; i += W) {
     const Vec number = load(from + i) * factor;
-    write(x, offset + i, n - i, number);
+    if (x.kind == FLOAT32) put(static_cast<float*>(x.data) + offset + i, n - i, number);
+    else put(static_cast<uint16_t*>(x.data) + offset + i, n - i, narrowed(number, x.kind));
     broken |= not_finite(number, n - i);
   }
   return broken;
@@ -253,6 +230,18 @@ inline float product_of_rows(const float* a, const float* b, int64_t n) {
   Vec total = {};
   for (int64_t e = 0; e < n; e += W) total += load(a + e) * load(b + e);
   return sum(total);
+}
+
+// The same, added up in double precision.
+inline float inner_product(const float* a, const float* b, int64_t n) {
+  typedef float Half __attribute__((vector_size(W * 2)));
+  typedef double Doubles __attribute__((vector_size(W * 4)));
+  const auto wide = [](const float* x) { return __builtin_convertvector(some<Half>(x, W / 2), Doubles); };
+  Doubles added = {};
+  for (int64_t i = 0; i < n; i += W / 2) added += wide(a + i) * wide(b + i);
+  double total = 0.0;
+  for (int i = 0; i < W / 2; ++i) total += added[i];
+  return static_cast<float>(total);
 }
 
 // Memory that is kept, and replaced where more is asked for; under a sanitizer it has just the size that was asked for.
