@@ -124,9 +124,11 @@ class FeatureWork {
         clear(to, line);
         continue;
       }
-      const int64_t place = at(x, first + i);
+      const float* from = to;
+      if (whole_vectors(x, width)) from = static_cast<const float*>(x.data) + at(x, first + i);
+      else read_row(x, at(x, first + i), width, line, 1.0f, to);
       for (int64_t e = 0; e < columns; e += W) {
-        const Vec number = read(x, place + e, width - e), positive = larger(Vec{}, number);  // NaN stays: it gives its second number then
+        const Vec number = load(from + e), positive = larger(Vec{}, number);  // NaN stays: it gives its second number then
         if (map == ELU_PLUS_ONE) store(to + e, positive + exp2(-larger(Vec{}, -number) * LOG2E));
         else store(to + e, map == RELU ? positive + offset : number);
       }

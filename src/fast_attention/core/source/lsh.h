@@ -324,8 +324,10 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
   work.strips(span, [&](const Strip& s) {
     const int64_t rows = s.last - s.first;
     work.read_queries(s);
+    bool all_small = true;
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t token = work.query_tokens[i];
+      all_small = all_small && small(token);
       tops[i] = top[token - span.first];
       for (int64_t e = 0; e < value_row; e += 16) __builtin_prefetch(outs[token - span.first] + e, 1);
       store(sums + i * W, Vec{});
@@ -333,7 +335,7 @@ inline void lsh_forward_span(const LshCall& c, int64_t lane, Span span) {
     clear(out, rows * value_row);
     work.blocks(s, [&](const HashedKeys& k) {
       work.times_columns(s, k, c.width, work.queries, work.width_row, k.panels, work.scores);
-      for (int64_t i = 0; i < rows; ++i) {  // larger scores than before: what there is shrinks
+      for (int64_t i = 0; i < rows && !all_small; ++i) {  // larger scores than before: what there is shrinks
         if (small(work.query_tokens[i])) continue;
         const HashedWork::Visible visible = work.visible(s, k, i);
         const float* line = work.scores + i * HASHED_KEYS;
