@@ -227,7 +227,7 @@ def test_operations_keep_torchs_rules(name: str) -> None:
         "key_sums": ((k, v, mask), ELU),
         "read_sums": ((q, first), {"eps": 1e-6, **ELU}),
     }
-    assert by_torchs_rules(getattr(elementwise, name), *given[name])
+    assert by_torchs_rules(getattr(kernels, name), *given[name])
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
