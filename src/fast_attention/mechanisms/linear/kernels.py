@@ -56,7 +56,7 @@ def plain_feature_scan(
     if begins is not None:
         return one_by_one(plain_feature_scan, q, k, v, key_mask, first, begins, query_rows, bias, key_rows)
     phi = _exponential(query_rows, bias)(q)
-    return _scan(phi, _keys(_exponential(key_rows, bias), k, key_mask), v, first, eps=0.0, scaled=True)
+    return _scan(phi, _keys(_exponential(key_rows, bias), k, key_mask), v, first, scaled=True)
 
 
 def plain_feature_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, key_rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -84,11 +84,15 @@ def _keys(phi: Any, k: Tensor, key_mask: Tensor | None) -> Any:
 
 def _scan(
     queries: Any, keys: Any, v: Tensor, first: Tensor | None, decays: Tensor | None = None, *, scaled: bool = False,
-    **settings: Any,
+    eps: float = 0.0, normalize: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     state = empty(keys, v)
     state = state if first is None else _state(first, state.k.shape[-1], scaled=scaled)
-    out, after = reference.attention(queries, keys, v, state, decays, **settings)
+    if decays is None:
+        sums, after = reference.advance(queries.free, keys, v, state)
+        out = normalise(sums, eps) if normalize else sums.numerator
+    else:
+        out, after = reference.attention(queries, keys, v, state, decays, eps=eps, normalize=normalize)
     assert after is not None
     return out, _row(after, scaled=scaled)
 
