@@ -43,9 +43,8 @@ def list_command(
     """List the mechanisms with what they can do, or show all about one."""
     with importing():
         from fast_attention import catalogue
-        from fast_attention.known_names import known
         from fast_attention.lab import inputs, listing, tables
-    meant = known(name) if name else None
+    meant = catalogue.known(name) if name else None
     if meant and not as_json:
         print(f"{meant}\n")
     if name:
