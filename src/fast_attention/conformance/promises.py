@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -156,8 +156,8 @@ def combining(case: Case) -> Breaches:
 def order(case: Case) -> Breaches:
     """Counted operations and peak memory grow with the declared power of n."""
     claims(case.promises is not None, "no declared order")
-    declared = case.promises.complexity_exponent
-    costs = [_costs(of(case.subject.mechanism, max_len=n, width=16), n, case) for n in (SHORT, LONG)]
+    declared, mechanism = case.promises.complexity_exponent, cast(Any, case.subject.mechanism)
+    costs = [_costs(of(mechanism, max_len=n, width=16), n, case) for n in (SHORT, LONG)]
     for kind, small, large in zip(("operations", "peak memory"), *costs, strict=True):
         grown = exponent(small, large, LONG / SHORT)
         yield grown - declared, f"{kind} grow as n^{grown:.2f}; declared {declared:g}"

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from fast_attention import exporting
-from fast_attention.integrations.modules import first_position
 from fast_attention.integrations.probing import probe_inputs
 from fast_attention.lab import inputs
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.refusals import first_line
 from fast_attention.lab.tables import Table, Value
 from fast_attention.mechanism import Unsupported
+from fast_attention.nn.positions import first_position
 
 LENGTHS = (2, 5, 16, 37, 64, 100, 300)
 ROWS = 1024  # the largest batch of an exported program

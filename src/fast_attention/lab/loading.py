@@ -45,6 +45,7 @@ def find(name: str | Path) -> Path:
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise InputError(f"{name}: the folder holds no config.json, so no model: give {KINDS}")
+        _config(Path(name), name)  # which refuses what is none
         return Path(name)
     if Path(name).is_file():
         raise InputError(f"{name} is a file; give {KINDS}. A module of torch takes swap(model, ...) in Python")
