@@ -23,7 +23,7 @@ import measured
 import pictures
 
 from fast_attention import Attention, Mixer, catalogue, files
-from fast_attention.known_names import KNOWN
+from fast_attention.catalogue import KNOWN
 from fast_attention.lab.verdicts import LONG
 from fast_attention.refusals import granting
 

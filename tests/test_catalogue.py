@@ -14,7 +14,7 @@ from torch import Tensor
 import fast_attention
 from experiments import tasks
 from fast_attention import LinearAttention, Unsupported, catalogue, features
-from fast_attention.known_names import KNOWN, known, simple
+from fast_attention.catalogue import KNOWN, known, simple
 
 
 def test_names_values_and_instances_are_accepted() -> None:

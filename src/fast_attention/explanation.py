@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +60,11 @@ class Explanation:
 class _Kernels(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.counts: dict[str, int] = {}
+        self.counts = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = _KERNELS.get(func._overloadpacket.__name__)
-        if name is not None:
-            self.counts[name] = self.counts.get(name, 0) + 1
+        if name := _KERNELS.get(func._overloadpacket.__name__):
+            self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -98,7 +98,7 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
     with _Kernels() as kernels, torch.no_grad():
         subject(*inputs, **keywords)
     tensors = [x for x in inputs or keywords.values() if isinstance(x, Tensor)]
-    return Explanation(name, _shapes(tensors), tuple(steps), kernels.counts, gpu)
+    return Explanation(name, _shapes(tensors), tuple(steps), dict(kernels.counts), gpu)
 
 
 def _shapes(inputs: list[Tensor]) -> str:

@@ -91,6 +91,13 @@ class Attention(Mechanism[W, S]):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Compute outputs after validation. ``key_mask`` is None or boolean (..., 1, S), True = may be seen."""
 
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: W, lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """``attend`` of sequences of so many tokens, one behind another, at once; None: one by one is best."""
+        return None
+
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, state: S | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, S]:

@@ -2,7 +2,7 @@
 
 Sequences of equal length become one batch and every other one a call by itself, so that any mechanism gives what one
 call for each sequence gives, and none knows of it. A mechanism whose kernels can keep sequences apart takes all of them
-at once (``Packs``).
+at once (``Attention.attend_packed``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -25,17 +25,6 @@ CuSeqlens: TypeAlias = Tensor | tuple[Tensor, Tensor]
 Lengths: TypeAlias = Tensor | Sequence[int] | tuple[Tensor | Sequence[int], Tensor | Sequence[int]]
 Call: TypeAlias = Callable[..., Tensor]
 PackedKernel: TypeAlias = Callable[..., Tensor | None]
-
-
-@runtime_checkable
-class Packs(Protocol):
-    """A mechanism whose kernels can keep sequences apart."""
-
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Any, lengths: tuple[int, ...], *, is_causal: bool,
-        key_mask: Tensor | None,
-    ) -> Tensor | None:  # fmt: skip
-        """``attend`` of sequences of so many tokens, one behind another, at once; None: one by one is best."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +121,8 @@ def attend(
     return _run(call, (q, k, v), (sequences.queries, sequences.keys, sequences.keys), sequences, key_mask, axes=3)
 
 
-def packed_kernel(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) -> PackedKernel | None:
-    """All sequences in one computation of ``mechanism``, which may say None; None where it never does them at once."""
-    if not isinstance(mechanism, Packs):
-        return None
-    packs: Packs = mechanism
+def packed_kernel(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) -> PackedKernel:
+    """All sequences in one computation of ``mechanism``, which may say None."""
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, key_mask: Tensor | None
@@ -150,7 +136,7 @@ def packed_kernel(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) ->
         mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask)
         weights = checks.weights(mechanism, w, q)
         k, v, mask = checks.without_masked(k, v, key_mask, mechanism.traits.inputs)
-        return packs.attend_packed(q, k, v, weights, lengths, is_causal=is_causal, key_mask=mask)
+        return mechanism.attend_packed(q, k, v, weights, lengths, is_causal=is_causal, key_mask=mask)
 
     return run
 

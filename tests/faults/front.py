@@ -72,7 +72,7 @@ FAULTS = [
           "tests/test_catalogue.py -k no_text"),
     Fault("the last of two keys of JSON counts", "files.py", "        if name in seen:\n", "        if name is None:\n",
           "tests/lab/test_cli.py -k 'bad_input and key'"),
-    Fault("plurals of names are unknown", "known_names.py", '_bare(whole.removesuffix("s"))', "_bare(whole)",
+    Fault("plurals of names are unknown", "catalogue.py", '_bare(whole.removesuffix("s"))', "_bare(whole)",
           "tests/test_catalogue.py -k 'any_case and Performer'"),
     Fault("quadratic mechanisms are named for linear ones", "refusals.py", "known[one].complexity_exponent <= like.traits.complexity_exponent]", "known[one].complexity_exponent]",
           "tests/test_refusals.py -k 'costs_no_more and LinearAttention'"),

@@ -22,6 +22,8 @@ from fast_attention.gpu import configurations, maps, self_check
 from fast_attention.gpu.configurations import EXPONENTIAL, Sizes
 from fast_attention.gpu.launching import Launch
 from fast_attention.gpu.self_check import LARGEST, Case
+from fast_attention.mechanisms.aft import kernels as pools
+from fast_attention.mechanisms.linear import kernels
 from tests.gpu.conftest import INTERPRETED, tf32_cut_off
 
 WIDTH, BLOCK = 64, 32
@@ -31,10 +33,10 @@ VARIED = [{"warps": 4}, {"block": 32}, {"block": 32, "warps": 4}, {"precision": 
 def known() -> list[Case]:
     """Every kernel of its own kind; FlexAttention, which the interpreter has not, on a GPU alone."""
     made = [
-        self_check.elementwise(maps.ELU),
-        self_check.decayed(maps.ELU, normalized=True),
-        self_check.exponential(256, WIDTH),
-        self_check.pools(),
+        kernels.check_elementwise(maps.ELU),
+        kernels.check_decayed(maps.ELU, normalized=True),
+        kernels.check_exponential(256, WIDTH),
+        pools.check(),
     ]
     return made if INTERPRETED else [*made, self_check.flex_attention(), self_check.flex_logs()]
 
@@ -85,7 +87,7 @@ def main(given: list[str]) -> None:
                 print(f"{case.name} in {dtype}", *told(case, dtype, device, asked.masked), sep="\n", flush=True)
             for changes in VARIED if asked.vary else []:
                 with varied(changes):
-                    case = self_check.exponential(256, WIDTH)
+                    case = kernels.check_exponential(256, WIDTH)
                     print(
                         f"{case.name} in {dtype}, {changes}",
                         *told(case, dtype, device, asked.masked),

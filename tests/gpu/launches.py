@@ -15,8 +15,10 @@ import triton
 from torch import Tensor
 
 from fast_attention.engine.operation import Operation
-from fast_attention.gpu import elementwise, exponential, launching, pooling, pools
+from fast_attention.gpu import launching, pools
 from fast_attention.gpu.configurations import EXPONENTIAL, TABLE
+from fast_attention.mechanisms.aft import kernels as pools_of_aft
+from fast_attention.mechanisms.linear import kernels
 
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.float64: "fp64"}
 DECAYED = (64, max(TABLE))  # widths for which sums that decay are compiled: they differ by a few instructions
@@ -97,17 +99,17 @@ def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
     with catching() as kept:
         decays = [None, torch.empty(q.shape[:-1], device="meta")]
         for log_decay in decays if width in DECAYED else decays[:1]:
-            _, last = passes(elementwise.chunk_scan, q, q, q, mask, None, log_decay, eps=1e-6, **of_map)
+            _, last = passes(kernels.chunk_scan, q, q, q, mask, None, log_decay, eps=1e-6, **of_map)
             logs = None if log_decay is None else log_decay[..., :1]
-            elementwise._step(one, one, one, mask[..., :1], last, logs, eps=1e-6, **of_map)
-        passes(elementwise.read_sums, q, passes(elementwise.key_sums, q, q, mask, **of_map), eps=1e-6, **of_map)
+            kernels._step(one, one, one, mask[..., :1], last, logs, eps=1e-6, **of_map)
+        passes(kernels.read_sums, q, passes(kernels.key_sums, q, q, mask, **of_map), eps=1e-6, **of_map)
         if width in {width for width, _ in EXPONENTIAL}:  # 256 features, biased and trained
             rows = torch.empty(1, 256, width, device="meta", requires_grad=True)
             given = rows, torch.empty(1, 256, device="meta")
-            _, last = passes(exponential.feature_scan, q, q, q, mask, None, *given, rows, None)
-            passes(exponential.feature_read, q, passes(exponential.feature_sums, q, q, mask, *given), *given)
-            exponential._step(one, one, one, mask[..., :1], last, *given, rows)
+            _, last = passes(kernels.feature_scan, q, q, q, mask, None, *given, rows, None)
+            passes(kernels.feature_read, q, passes(kernels.feature_sums, q, q, mask, *given), *given)
+            kernels._feature_step(one, one, one, mask[..., :1], last, *given, rows)
         if width == launching.CHANNELS:
-            passes(pooling.pool_scan, q, q, q, mask, None, None, gated=True)
-            passes(pooling.pool_read, q, passes(pooling.pool_sums, q, q, mask), gated=True)
+            passes(pools_of_aft.pool_scan, q, q, q, mask, None, None)
+            passes(pools_of_aft.pool_read, q, passes(pools_of_aft.pool_sums, q, q, mask))
     yield from kept

@@ -12,7 +12,8 @@ from fast_attention import Bound, DecayedLinearAttention, attention, explain
 from fast_attention.engine import trace
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.functional import implementation
-from fast_attention.gpu import configurations, elementwise, maps
+from fast_attention.gpu import configurations, maps
+from fast_attention.mechanisms.linear import kernels
 from fast_attention.traits import Shape
 from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned, tensors
 from tests.oracles.linear import decayed as oracle
@@ -63,9 +64,9 @@ def agree(
         logs[..., ::7] *= 1e-3  # keys that weigh nearly as much as the next
     numbers = {**NUMBERS, "normalized": normalized}
     given, x = (q, k, v, first, logs), double(q, k, v, first, logs)
-    results = elementwise.chunk_scan(q, k, v, mask if masked else None, first, logs, **numbers)
+    results = kernels.chunk_scan(q, k, v, mask if masked else None, first, logs, **numbers)
     wide = mask.expand(k.shape[:-1]) if masked else None
-    expected = elementwise.plain_scan(*x[:3], wide, *x[3:], **numbers)
+    expected = kernels.plain_scan(*x[:3], wide, *x[3:], **numbers)
     for mine, right in zip(results, expected, strict=True):
         assert_near(mine, right, KINDS[dtype])
     grads = [torch.randn_like(y) / y.detach().abs().max() for y in results]
@@ -104,7 +105,7 @@ def test_hidden_tokens_are_not_read() -> None:
         with torch.no_grad():
             k.masked_fill_(~mask[..., None], rubbish)
             v.masked_fill_(~mask[..., None], rubbish)
-        out = elementwise.chunk_scan(q, k, v, mask, None, logs, **NUMBERS, normalized=True)[0]
+        out = kernels.chunk_scan(q, k, v, mask, None, logs, **NUMBERS, normalized=True)[0]
         outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, logs))])
     assert all(torch.equal(x, y) for x, y in zip(*outs, strict=True))
 
@@ -114,7 +115,7 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
         torch.manual_seed(1)
         (q, k, v), mask = tensors(20, 33, 150)
         first, logs = torch.rand(1, 1, 20 * 33 + 20, requires_grad=True), log_decays(150)
-        scanned = elementwise.chunk_scan(q, k, v, mask, first, logs, **NUMBERS, normalized=True)
+        scanned = kernels.chunk_scan(q, k, v, mask, first, logs, **NUMBERS, normalized=True)
         loss = sum(x.square().sum() for x in scanned)
         return [*scanned, *torch.autograd.grad(loss, (q, k, v, first, logs))]  # type: ignore[arg-type]
 
@@ -151,7 +152,7 @@ def test_parts_behind_a_state_are_the_whole_and_one_token_is_one_kernel(normaliz
 def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(6, 4, 20)
     found, logs = [], log_decays(20)
-    for form in (elementwise.chunk_scan, elementwise.plain_scan):
+    for form in (kernels.chunk_scan, kernels.plain_scan):
         out = form(q, k, v, None, None, logs, **NUMBERS, normalized=True)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v, logs), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v, logs)))
@@ -163,9 +164,7 @@ def test_operations_keep_torchs_rules() -> None:
     (q, k, v), mask = tensors(8, 4, 40)
     first, logs = torch.rand(1, 1, 8 * 4 + 8, requires_grad=True), log_decays(40)
     for normalized in (True, False):
-        assert by_torchs_rules(
-            elementwise.chunk_scan, (q, k, v, mask, first, logs), NUMBERS | {"normalized": normalized}
-        )
+        assert by_torchs_rules(kernels.chunk_scan, (q, k, v, mask, first, logs), NUMBERS | {"normalized": normalized})
 
 
 def test_compiled_as_one_graph() -> None:
@@ -181,7 +180,7 @@ def test_compiled_as_one_graph() -> None:
 
 
 def test_both_sides_of_few_tokens_and_of_sixteen_bits() -> None:
-    """One token has no neighbour, two have one; in 16 bits no more is lost than by plain elementwise."""
+    """One token has no neighbour, two have one; in 16 bits no more is lost than by plain operations."""
     for length, dtype in ((1, torch.float32), (2, torch.float32), (70, torch.float16)):
         (q, k, v), mask = tensors(8, 12, length, dtype=dtype)
         results: list[list[Tensor]] = []

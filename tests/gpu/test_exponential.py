@@ -14,8 +14,8 @@ from torch import Tensor
 from fast_attention import Favor, FavorPlus, FavorPlusPlus, LearnedFeatures, attention, explain
 from fast_attention.engine import trace
 from fast_attention.functional import implementation
-from fast_attention.gpu import exponential as operations
 from fast_attention.gpu.configurations import EXPONENTIAL, WIDEST_PROJECTED, exponential
+from fast_attention.mechanisms.linear import kernels
 from fast_attention.traits import Shape
 from tests.gpu.conftest import INTERPRETED
 from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned, tensors
@@ -95,7 +95,7 @@ def agree(sizes: tuple[int, int, int, int], dtype: torch.dtype, is_causal: bool,
     (q, k, v), mask = tensors(width, values, length, dtype=dtype)
     (query_rows, key_rows), bias, mask = drawn(width, features), torch.randn(1, features), mask if masked else None
     mine = q, k, v, query_rows, key_rows
-    out = result(operations.kernel_set(query_rows, key_rows, bias), q, k, v, mask, is_causal)
+    out = result(kernels.exponential(query_rows, key_rows, bias), q, k, v, mask, is_causal)
     right = x, y, z, *rows = double(*mine)
     expected = result(plain_forms(*rows, bias.double()), x, y, z, mask, is_causal)
     assert out.dtype == dtype
@@ -109,9 +109,9 @@ def agree(sizes: tuple[int, int, int, int], dtype: torch.dtype, is_causal: bool,
 def plain_forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None) -> Any:
     """The functions of a set of kernels in plain operations."""
     return SimpleNamespace(
-        scan=lambda q, k, v, mask, first: operations.plain_scan(q, k, v, mask, first, query_rows, bias, key_rows),
-        sums=lambda k, v, mask: operations.plain_sums(k, v, mask, key_rows, bias),
-        read=lambda q, sums: operations.plain_read(q, sums, query_rows, bias),
+        scan=lambda q, k, v, mask, first: kernels.plain_feature_scan(q, k, v, mask, first, query_rows, bias, key_rows),
+        sums=lambda k, v, mask: kernels.plain_feature_sums(k, v, mask, key_rows, bias),
+        read=lambda q, sums: kernels.plain_feature_read(q, sums, query_rows, bias),
     )
 
 
@@ -137,7 +137,7 @@ def test_keys_far_apart_hide_nothing(masked: bool) -> None:
     rows, _ = drawn(6, 40)
     logs = k.detach() @ rows.detach().mT * 6**-0.25 - k.detach().square().sum(-1, keepdim=True) * 0.5 * 6**-0.5
     assert float(logs.max() - logs.min()) > 200
-    out = result(operations.kernel_set(rows, rows, None), q, k, v, mask, True)
+    out = result(kernels.exponential(rows, rows, None), q, k, v, mask, True)
     right = x, y, z = double(q, k, v)
     expected = result(plain_forms(rows.double(), rows.double(), None), x, y, z, mask, True)
     assert_near(out, expected, 5e-4)  # logarithms of 500 have that much of rounding
@@ -150,7 +150,7 @@ def test_keys_far_apart_hide_nothing(masked: bool) -> None:
 def test_no_later_key_moves_a_query_by_more_than_rounding() -> None:
     (q, k, v), _ = tensors(6, 4, 70)
     rows, _ = drawn(6, 40)
-    kernel_set = operations.kernel_set(rows, rows, None)
+    kernel_set = kernels.exponential(rows, rows, None)
     with torch.no_grad():
         k *= 10
     before = kernel_set.scan(q, k, v, None, None)[0]
@@ -162,7 +162,7 @@ def test_no_later_key_moves_a_query_by_more_than_rounding() -> None:
 def test_hidden_tokens_are_not_read() -> None:
     (q, k, v), mask = tensors(16, 16, 70)
     rows, _ = drawn(16, 20)
-    kernel_set, outs = operations.kernel_set(rows, rows, None), []
+    kernel_set, outs = kernels.exponential(rows, rows, None), []
     for rubbish in (0.0, float("nan")):
         with torch.no_grad():
             k.masked_fill_(~mask[..., None], rubbish)
@@ -180,7 +180,7 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
         torch.manual_seed(1)
         (q, k, v), mask = tensors(20, 18, 70)
         rows, _ = drawn(20, 40)
-        kernel_set = operations.kernel_set(rows, rows, None)
+        kernel_set = kernels.exponential(rows, rows, None)
         first = kernel_set.sums(k[:, :, :20], v[:, :, :20], None)
         out, last = kernel_set.scan(q, k, v, mask, first)
         read = kernel_set.read(q, last)
@@ -198,7 +198,7 @@ def test_nothing_beyond_the_last_query_counts() -> None:
     rows, _ = drawn(6, 20, scale=30)
     found, grad = [], torch.randn(1, 1, 70, 4)
     for kernel_set, kind in (
-        (operations.kernel_set(rows, rows, None), torch.float32),
+        (kernels.exponential(rows, rows, None), torch.float32),
         (plain_forms(rows.double(), rows.double(), None), torch.float64),
     ):
         x = [t.detach().to(kind).requires_grad_() for t in (q, k, v)]
@@ -211,7 +211,7 @@ def test_a_query_that_sees_nothing_gets_zeros_and_gives_none() -> None:
     (q, k, v), mask = tensors(6, 4, 40)
     mask[..., :10] = False
     rows, _ = drawn(6, 20)
-    out = operations.kernel_set(rows, rows, None).scan(q, k, v, mask, None)[0]
+    out = kernels.exponential(rows, rows, None).scan(q, k, v, mask, None)[0]
     expected = plain_forms(rows, rows, None).scan(q, k, v, mask, None)[0]
     assert not out[..., :10, :].any()
     grad = torch.randn_like(out)
@@ -264,7 +264,7 @@ def test_decoding_is_one_kernel_and_the_causal_call(mechanism: Any, masked: bool
 def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(6, 4, 20)
     rows, found = drawn(6, 12)[0], []
-    for kernel_set in (operations.kernel_set(rows, rows, None), plain_forms(rows, rows, None)):
+    for kernel_set in (kernels.exponential(rows, rows, None), plain_forms(rows, rows, None)):
         out = kernel_set.scan(q, k, v, None, None)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v, rows), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v, rows)))
@@ -277,14 +277,14 @@ def test_operations_keep_torchs_rules(name: str) -> None:
     (q, k, v), mask = tensors(8, 4, 40)
     (query_rows, key_rows), bias = drawn(8, 12), torch.randn(1, 12)
     with torch.no_grad():
-        first = operations.feature_sums(k, v, mask, key_rows, bias)
+        first = kernels.feature_sums(k, v, mask, key_rows, bias)
     first.requires_grad_()
     given: dict[str, Any] = {
         "feature_scan": (q, k, v, mask, first, query_rows, bias, key_rows, None),
         "feature_sums": (k, v, mask, key_rows, bias),
         "feature_read": (q, first, query_rows, bias),
     }
-    assert by_torchs_rules(getattr(operations, name), given[name], {})
+    assert by_torchs_rules(getattr(kernels, name), given[name], {})
 
 
 def test_compiled_as_one_graph() -> None:
@@ -331,7 +331,7 @@ def test_the_table_has_a_row_for_every_width_and_its_sizes_fit() -> None:
 def test_equal_calls_give_equal_bits() -> None:
     (q, k, v), mask = tensors(33, 20, 70)
     rows, _ = drawn(33, 40)
-    kernel_set, results = operations.kernel_set(rows, rows, None), []
+    kernel_set, results = kernels.exponential(rows, rows, None), []
     for _ in range(2 if q.is_cpu else 1000):
         out = kernel_set.scan(q, k, v, mask, None)[0]
         results.append([out, *torch.autograd.grad(out.sum(), (q, k, v, rows))])

@@ -18,9 +18,10 @@ from fast_attention.engine import trace
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.functional import implementation
-from fast_attention.gpu import configurations, elementwise, maps
+from fast_attention.gpu import configurations, maps
 from fast_attention.gpu.configurations import TABLE, WIDEST, configuration
 from fast_attention.gpu.tiles import round_tf32
+from fast_attention.mechanisms.linear import kernels
 from tests.gpu.conftest import INTERPRETED
 from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned, tensors
 from tests.oracles.linear import linear as oracle
@@ -76,11 +77,11 @@ def agree(sizes: tuple[int, int, int], dtype: torch.dtype, is_causal: bool, mask
     x = double(q, k, v)
     wide = None if mask is None else mask.expand(k.shape[:-1])
     if is_causal:
-        out = elementwise.chunk_scan(q, k, v, mask, None, None, eps=1e-6, **ELU)[0]
-        expected = elementwise.plain_scan(*x, wide, None, None, eps=1e-6, **ELU)[0]
+        out = kernels.chunk_scan(q, k, v, mask, None, None, eps=1e-6, **ELU)[0]
+        expected = kernels.plain_scan(*x, wide, None, None, eps=1e-6, **ELU)[0]
     else:
-        out = elementwise.read_sums(q, elementwise.key_sums(k, v, mask, **ELU), eps=1e-6, **ELU)
-        expected = elementwise.plain_read(x[0], elementwise.plain_sums(*x[1:], wide, **ELU), eps=1e-6, **ELU)
+        out = kernels.read_sums(q, kernels.key_sums(k, v, mask, **ELU), eps=1e-6, **ELU)
+        expected = kernels.plain_read(x[0], kernels.plain_sums(*x[1:], wide, **ELU), eps=1e-6, **ELU)
     assert out.dtype == dtype
     assert_near(out, expected, KINDS[dtype])
     grad = torch.randn_like(out)
@@ -104,9 +105,9 @@ def test_hidden_tokens_are_not_read() -> None:
         with torch.no_grad():
             k.masked_fill_(~mask[..., None], rubbish)
             v.masked_fill_(~mask[..., None], rubbish)
-        scanned = elementwise.chunk_scan(q, k, v, mask, None, None, eps=1e-6, **ELU)[0]
-        sums = elementwise.key_sums(k, v, mask, **ELU)
-        for out in (scanned, elementwise.read_sums(q, sums, eps=1e-6, **ELU)):
+        scanned = kernels.chunk_scan(q, k, v, mask, None, None, eps=1e-6, **ELU)[0]
+        sums = kernels.key_sums(k, v, mask, **ELU)
+        for out in (scanned, kernels.read_sums(q, sums, eps=1e-6, **ELU)):
             outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     for clean, rubbished in zip(outs[:2], outs[2:], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(clean, rubbished, strict=True))
@@ -118,8 +119,8 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
         torch.manual_seed(1)
         (q, k, v), mask = tensors(20, 33, LONG)
         first = torch.rand(1, 1, 20 * 33 + 20, requires_grad=True)
-        scanned = elementwise.chunk_scan(q, k, v, mask, first, None, eps=1e-6, **ELU)
-        read = elementwise.read_sums(q, elementwise.key_sums(k, v, mask, **ELU), eps=1e-6, **ELU)
+        scanned = kernels.chunk_scan(q, k, v, mask, first, None, eps=1e-6, **ELU)
+        read = kernels.read_sums(q, kernels.key_sums(k, v, mask, **ELU), eps=1e-6, **ELU)
         loss = sum(x.square().sum() for x in (*scanned, read))
         return [*scanned, read, *torch.autograd.grad(loss, (q, k, v, first))]  # type: ignore[arg-type]
 
@@ -148,11 +149,11 @@ def test_numbers_are_cut_to_the_nearest_and_a_nan_stays() -> None:
 def test_whole_numbers_are_exact() -> None:
     """What is added and multiplied only must come out to the bit, in every part of every tile."""
     q, k, v = (torch.randint(1, 3, (1, 2, 150, n)).float() for n in (20, 20, 33))
-    fast = elementwise.chunk_scan.cuda
+    fast = kernels.chunk_scan.cuda
     assert fast is not None
     (out, last), (factors, *_) = fast.forward(q, k, v, None, None, None, keep=True, eps=0.0, **RELU)
     weights = (q.double() @ k.double().mT).tril()
-    assert torch.equal(last, elementwise.plain_sums(k.double(), v.double(), None, **RELU).float())
+    assert torch.equal(last, kernels.plain_sums(k.double(), v.double(), None, **RELU).float())
     assert torch.equal(factors, 1.0 / weights.sum(-1).float())
     assert torch.equal(out, (weights @ v.double()).float() * factors[..., None])
 
@@ -198,7 +199,7 @@ def test_decoding_is_one_kernel_and_the_causal_call(masked: bool) -> None:
 def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(6, 4, 20)
     found = []
-    for form in (elementwise.chunk_scan, elementwise.plain_scan):
+    for form in (kernels.chunk_scan, kernels.plain_scan):
         out = form(q, k, v, None, None, None, eps=1e-6, **ELU)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v)))
@@ -211,7 +212,7 @@ def test_second_derivatives_are_of_full_precision_under_autocast() -> None:
     found = []
     for enabled in (False, True):
         with torch.autocast(q.device.type, dtype=torch.bfloat16, enabled=enabled):
-            out = elementwise.chunk_scan(q, k, v, None, None, None, eps=1e-6, **ELU)[0]
+            out = kernels.chunk_scan(q, k, v, None, None, None, eps=1e-6, **ELU)[0]
             (first,) = torch.autograd.grad(out.square().sum(), k, create_graph=True)
         found.append(torch.autograd.grad(first.square().sum(), q)[0])
     assert torch.equal(*found)
@@ -226,7 +227,7 @@ def test_operations_keep_torchs_rules(name: str) -> None:
         "key_sums": ((k, v, mask), ELU),
         "read_sums": ((q, first), {"eps": 1e-6, **ELU}),
     }
-    assert by_torchs_rules(getattr(elementwise, name), *given[name])
+    assert by_torchs_rules(getattr(kernels, name), *given[name])
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -23,12 +23,13 @@ from fast_attention import (
 from fast_attention.engine import trace
 from fast_attention.feature_maps.features import Identity, Relu
 from fast_attention.functional import implementation
-from fast_attention.gpu import configurations, flex, pooling
-from fast_attention.gpu import exponential as operations
+from fast_attention.gpu import configurations, flex
 from fast_attention.gpu.configurations import EXPONENTIAL
 from fast_attention.integrations import attention
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanisms.aft import aft_simple as aft
+from fast_attention.mechanisms.aft import kernels as pooling
+from fast_attention.mechanisms.linear import kernels
 from fast_attention.packed import Packing
 from fast_attention.traits import Shape
 from tests.gpu.heads import assert_near
@@ -134,8 +135,8 @@ def test_second_derivatives_keep_sequences_apart(name: str, monkeypatch: pytest.
     (q, k, v), _, _ = packed_heads((32,), 4)
     begins, rows, found = torch.tensor([1, 1], dtype=torch.uint8), torch.randn(2, 4, 4), []
     forms: dict[str, Any] = {
-        "feature_scan": (operations.feature_scan, operations.plain_scan, (rows, None, rows, begins), {}),
-        "pool_scan": (pooling.pool_scan, pooling.plain_scan, (begins,), {"gated": True}),
+        "feature_scan": (kernels.feature_scan, kernels.plain_feature_scan, (rows, None, rows, begins), {}),
+        "pool_scan": (pooling.pool_scan, pooling.plain_scan, (begins,), {}),
     }
     kernel, twin, given, settings = forms[name]
     for form in (kernel, twin):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fast_attention import AFTSimple, attention, explain
 from fast_attention.engine import trace
-from fast_attention.gpu import pooling, pools
+from fast_attention.gpu import pools
+from fast_attention.mechanisms.aft import kernels
 from tests.gpu.heads import KINDS, assert_near, by_torchs_rules, double, poisoned
 from tests.gpu.heads import tensors as of_widths
 from tests.oracles.aft import simple as oracle
@@ -51,14 +52,14 @@ def test_the_oracle(is_causal: bool, keys: int) -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("masked", "gated"), [(False, True), (True, True), (True, False)])
-def test_every_configuration(sizes: tuple[int, int], masked: bool, gated: bool) -> None:
-    agree(sizes, torch.float32, masked, gated)
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_configuration(sizes: tuple[int, int], masked: bool) -> None:
+    agree(sizes, torch.float32, masked)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(dtype: torch.dtype) -> None:
-    agree((20, 40), dtype, True, True)
+    agree((20, 40), dtype, True)
 
 
 @pytest.mark.parametrize("spread", [60.0, 3000.0])
@@ -67,10 +68,10 @@ def test_keys_far_apart(spread: float) -> None:
 
     Logarithms of denominators are kept in float32: of keys about 100 gradients keep five digits.
     """
-    agree((16, 50), torch.float32, False, True, spread)
+    agree((16, 50), torch.float32, False, spread)
 
 
-def agree(sizes: tuple[int, int], dtype: torch.dtype, masked: bool, gated: bool, spread: float = 1.0) -> None:
+def agree(sizes: tuple[int, int], dtype: torch.dtype, masked: bool, spread: float = 1.0) -> None:
     """Outputs, pools and gradients are those of the plain form in float64, behind a first pool too."""
     (q, k, v), mask = tensors(*sizes, dtype=dtype)
     with torch.no_grad():
@@ -78,12 +79,12 @@ def agree(sizes: tuple[int, int], dtype: torch.dtype, masked: bool, gated: bool,
     bound = max(KINDS[dtype], 5e-7 * spread)
     first, mask = first_pool(sizes[0]).requires_grad_(), mask if masked else None
     x, wide = double(q, k, v, first), None if mask is None else mask.expand(k.shape[:-1])
-    results = pooling.pool_scan(q, k, v, mask, first, None, gated=gated)
-    expected = pooling.plain_scan(*x[:3], wide, x[3], None, gated=gated)
+    results = kernels.pool_scan(q, k, v, mask, first, None)
+    expected = kernels.plain_scan(*x[:3], wide, x[3], None)
     same((q, k, v, first), x, results, expected, dtype, bound)
-    pool, right = pooling.pool_sums(k, v, mask), pooling.plain_sums(*x[1:3], wide)
-    results = pool, pooling.pool_read(q, pool, gated=gated)
-    same((q, k, v), x[:3], results, (right, pooling.plain_read(x[0], right, gated=gated)), dtype, bound)
+    pool, right = kernels.pool_sums(k, v, mask), kernels.plain_sums(*x[1:3], wide)
+    results = pool, kernels.pool_read(q, pool)
+    same((q, k, v), x[:3], results, (right, kernels.plain_read(x[0], right)), dtype, bound)
 
 
 def same(given: Any, x: Any, results: Any, expected: Any, dtype: torch.dtype, bound: float) -> None:
@@ -103,8 +104,8 @@ def test_hidden_tokens_are_not_read() -> None:
         with torch.no_grad():
             k.masked_fill_(~mask[..., None], rubbish)
             v.masked_fill_(~mask[..., None], rubbish)
-        read = pooling.pool_read(q, pooling.pool_sums(k, v, mask), gated=True)
-        for out in (pooling.pool_scan(q, k, v, mask, None, None, gated=True)[0], read):
+        read = kernels.pool_read(q, kernels.pool_sums(k, v, mask))
+        for out in (kernels.pool_scan(q, k, v, mask, None, None)[0], read):
             outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     for clean, rubbished in zip(outs[:2], outs[2:], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(clean, rubbished, strict=True))
@@ -113,11 +114,11 @@ def test_hidden_tokens_are_not_read() -> None:
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
     (q, k, v), _ = tensors(16, 50)
     mask = torch.arange(50).expand(1, 1, 50) >= 35
-    out = pooling.pool_scan(q, k, v, mask, None, None, gated=True)[0]
+    out = kernels.pool_scan(q, k, v, mask, None, None)[0]
     assert not out[..., :35, :].any()
     assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(out.square().sum(), (q, k, v)))
     none = torch.zeros(1, 1, 50, dtype=torch.bool)
-    assert not pooling.pool_read(q, pooling.pool_sums(k, v, none), gated=True).any()
+    assert not kernels.pool_read(q, kernels.pool_sums(k, v, none)).any()
 
 
 def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +126,8 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
         torch.manual_seed(1)
         (q, k, v), mask = tensors(20, 40, dtype=torch.float16)
         first = first_pool(20).requires_grad_()
-        scanned = pooling.pool_scan(q, k, v, mask, first, None, gated=True)
-        read = pooling.pool_read(q, pooling.pool_sums(k, v, mask), gated=True)
+        scanned = kernels.pool_scan(q, k, v, mask, first, None)
+        read = kernels.pool_read(q, kernels.pool_sums(k, v, mask))
         loss = sum(x.float().square().sum() for x in (*scanned, read))
         return [*scanned, read, *torch.autograd.grad(loss, (q, k, v, first))]  # type: ignore[arg-type]
 
@@ -164,8 +165,8 @@ def test_parts_behind_a_pool_are_the_whole() -> None:
 def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(4, 20)
     found = []
-    for form in (pooling.pool_scan, pooling.plain_scan):
-        out = form(q, k, v, None, None, None, gated=True)[0]
+    for form in (kernels.pool_scan, kernels.plain_scan):
+        out = form(q, k, v, None, None, None)[0]
         first = torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v)))
     for mine, right in zip(*found, strict=True):
@@ -181,8 +182,7 @@ def test_operations_keep_torchs_rules(name: str) -> None:
         "pool_sums": (k, v, mask),
         "pool_read": (q, first),
     }
-    settings = {} if name == "pool_sums" else {"gated": True}
-    assert by_torchs_rules(getattr(pooling, name), given[name], settings)
+    assert by_torchs_rules(getattr(kernels, name), given[name], {})
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

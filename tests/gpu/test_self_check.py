@@ -13,8 +13,10 @@ import torch
 
 from fast_attention import LinearAttention, __version__, attention
 from fast_attention.engine import trace
-from fast_attention.gpu import elementwise, maps, self_check
+from fast_attention.gpu import maps, self_check
 from fast_attention.gpu.self_check import Case
+from fast_attention.mechanisms.aft import kernels as pools
+from fast_attention.mechanisms.linear import kernels
 from tests.gpu import errors
 
 
@@ -27,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-ELEMENTWISE = self_check.elementwise(maps.ELU)
+ELEMENTWISE = kernels.check_elementwise(maps.ELU)
 
 
 def verdict(width: int = 16, dtype: torch.dtype = torch.float32, case: Case = ELEMENTWISE, masked: bool = False) -> str:
@@ -35,7 +37,8 @@ def verdict(width: int = 16, dtype: torch.dtype = torch.float32, case: Case = EL
 
 
 CASES = [
-    ELEMENTWISE, self_check.pools(), self_check.exponential(24, 16), self_check.decayed(maps.ELU, normalized=False),
+    ELEMENTWISE, pools.check(), kernels.check_exponential(24, 16),
+    kernels.check_decayed(maps.ELU, normalized=False),
 ]  # fmt: skip
 
 
@@ -47,7 +50,7 @@ def test_right_kernels_pass(dtype: torch.dtype, masked: bool, case: Case) -> Non
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(ELEMENTWISE, torch.bfloat16), (ELEMENTWISE, torch.float16), (self_check.exponential(32, 64), torch.float16)],
+    [(ELEMENTWISE, torch.bfloat16), (ELEMENTWISE, torch.float16), (kernels.check_exponential(32, 64), torch.float16)],
     ids=["sums in bf16", "sums in fp16", "exponentials in fp16"],
 )
 def test_kernels_read_as_many_digits_as_they_sum(
@@ -78,13 +81,13 @@ def test_a_captured_graph_keeps_to_what_was_found_before(monkeypatch: pytest.Mon
 
 def test_every_part_is_told_and_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """``python -m tests.gpu.errors`` goes on behind the first wrong part, where the self-check stops."""
-    case, device = self_check.exponential(16, 64), torch.empty(0).device
+    case, device = kernels.check_exponential(16, 64), torch.empty(0).device
     lines = list(errors.told(case, torch.bfloat16, device, masked=False))
     assert len(lines) == 10
     assert not any("REFUSED" in line for line in lines)
     with errors.varied({"block": 16, "precision": "ieee"}):
         assert not any("REFUSED" in line for line in errors.told(case, torch.bfloat16, device, masked=False))
-    right = elementwise.chunk_scan
+    right = kernels.chunk_scan
 
     def wrong(*given: Any, **settings: Any) -> Any:
         out, *rest = right(*given, **settings)
@@ -92,7 +95,7 @@ def test_every_part_is_told_and_where_it_is_wrong(monkeypatch: pytest.MonkeyPatc
             return out, *rest
         return out * torch.where(torch.arange(70)[:, None] == 40, 1.5, 1.0).to(out.dtype), *rest
 
-    monkeypatch.setattr(elementwise, "chunk_scan", wrong)
+    monkeypatch.setattr(kernels, "chunk_scan", wrong)
     output, *_, state = errors.told(ELEMENTWISE, torch.bfloat16, device, masked=False)
     assert output.endswith("block 1  REFUSED")
     assert "REFUSED" not in state
@@ -104,7 +107,7 @@ def test_the_callers_modes_do_not_matter() -> None:
         assert verdict() == ""
     torch.set_default_dtype(torch.float64)
     try:
-        assert verdict(case=self_check.decayed(maps.ELU, normalized=True), dtype=torch.bfloat16) == ""
+        assert verdict(case=kernels.check_decayed(maps.ELU, normalized=True), dtype=torch.bfloat16) == ""
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
@@ -113,13 +116,13 @@ def test_the_callers_modes_do_not_matter() -> None:
 def test_wrong_kernels_are_named_once_and_never_run(
     monkeypatch: pytest.MonkeyPatch, interpreted: None, folder: Path
 ) -> None:
-    right = elementwise.chunk_scan
+    right = kernels.chunk_scan
 
     def wrong(*given: Any, **settings: Any) -> Any:
         out, last = right(*given, **settings)
         return out if trace.wanted() == "reference" else 1.001 * out, last
 
-    monkeypatch.setattr(elementwise, "chunk_scan", wrong)
+    monkeypatch.setattr(kernels, "chunk_scan", wrong)
     with pytest.warns(UserWarning, match="plain operations instead of Triton kernels: causal output of heads of 16"):
         told = verdict()
     assert "is off by 0.001" in told
@@ -155,15 +158,17 @@ def test_what_could_not_be_compared_is_tried_again(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(self_check, "compared", failing)
     with pytest.warns(UserWarning, match="Failed to find C compiler"):
-        assert "map 2 for heads of 16 and 16 in torch.float32 failed" in verdict(case=self_check.elementwise(maps.RELU))
+        assert "map 2 for heads of 16 and 16 in torch.float32 failed" in verdict(
+            case=kernels.check_elementwise(maps.RELU)
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert "failed" in verdict(case=self_check.elementwise(maps.RELU))  # once a process
+        assert "failed" in verdict(case=kernels.check_elementwise(maps.RELU))  # once a process
     assert not [*folder.rglob("kernels.json")]
     monkeypatch.undo()
     monkeypatch.setattr(self_check, "_path", lambda: folder / "kernels.json")
     monkeypatch.setattr(self_check, "_verdicts", {})  # another process
-    assert verdict(case=self_check.elementwise(maps.RELU)) == ""
+    assert verdict(case=kernels.check_elementwise(maps.RELU)) == ""
 
 
 @pytest.mark.parametrize("held", ["", "[]", "{"])

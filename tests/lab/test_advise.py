@@ -13,12 +13,12 @@ import torch
 
 from fast_attention import catalogue
 from fast_attention.lab import advice, command_line, compare, measure
-from fast_attention.lab.advice import ORDER, Advised, Row
+from fast_attention.lab.advice import ORDER, Advised
 from fast_attention.lab.capture import Gaussian
 from fast_attention.lab.compare import Scene
 from fast_attention.lab.measure import Competitor, Passes, Setting
 from fast_attention.lab.records import EXACT, Cell, Error
-from fast_attention.lab.verdicts import LONG
+from fast_attention.lab.verdicts import LONG, Verdict
 from tests.lab.reading_pages import assert_one_file, values
 from tests.lab.small_models import WORDS, saved
 
@@ -33,7 +33,7 @@ def record(ratios: dict[str, float], errors: dict[str, float], length: int = 512
     return Advised(meta, cells, [Error(name, 512, "Softmax", [[size]]) for name, size in errors.items()])
 
 
-def ranked(found: Advised, mechanisms: list[Any]) -> list[Row]:
+def ranked(found: Advised, mechanisms: list[Any]) -> list[Verdict]:
     found.answer(mechanisms)
     return found.ranking
 

@@ -64,7 +64,6 @@ BAD = {
     "shapes read nothing": (["advise", "8x64", "--text", "a"], "reads nothing"),
     "a file of weights": (["advise", __file__], "is a file; give a folder of transformers"),
     "budget": (["advise", "2x8", "--budget", "-1"], "--budget"),
-    "protein-mini": (["check", "protein-mini"], "protein-mini is in experiments/data"),
     "export to a folder": (["export", "nowhere", "--out", "folder.pt2"], "--out folder.pt2: a folder has that name"),
     "unknown option": (["compare", "--lenghts", "3"], "(see fast-attention compare --help)"),
     "an option twice": (["advise", "2x4", "--length", "4", "--length=5"], "'--length': it is given twice, 4 and 5"),

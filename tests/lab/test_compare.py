@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fast_attention import Bound, Mixer, Shape, catalogue, clock, extend
 from fast_attention.lab import compare, loading, measure, pictures, report, texts, verdicts
 from fast_attention.lab.capture import Gaussian, HuggingFace
-from fast_attention.lab.compare import Scene, measurable, relative_rms
+from fast_attention.lab.compare import Scene, relative_rms
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.records import EXACT, Cell, Comparison, Error
@@ -131,7 +131,7 @@ def test_error_is_relative_rms_head_by_head(device: torch.device) -> None:
         window = Scene(layers, setting(head_dim=16, is_causal=is_causal)).error(catalogue.parse("Local(window=24)"))
         assert max(max(row) for row in window.output) < 1e-5, "against attention of the same direction"
     assert Error("Favor()", 8, "Softmax", [[math.nan, 0.1, 0.2]]).summary() == (0.2, math.inf)
-    assert not measurable(catalogue.parse("Linformer()"))
+    assert not verdicts.measurable(catalogue.parse("Linformer()"))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -505,7 +505,7 @@ def test_error_against_speed_at_one_length() -> None:
     record = made_up({1024: 0.25}, error=0.3)
     for name, ratio, error in (("Favor()", 0.5, 0.05), ("BigBird()", 0.5, 0.2), ("LSH()", 0.26, 0.29)):
         added(record, name, {1024: ratio}, error)
-    found = pictures.tradeoff(record)
+    found = pictures.tradeoff(record, record.length)
     assert found is not None
     assert found.length == 1024
     assert [point.name for point in found.best] == [EXACT, "Favor()", "LSH()", "Local()"]
@@ -522,7 +522,7 @@ def test_error_against_speed_at_one_length() -> None:
     assert ">allowed: 10 %, below this picture</text>" in pictures.scatter(far, 0.1).svg, "no half of it is empty"
     assert ">10 %</text>" not in pictures.scatter(far, 0.1).svg
     record.cells = [cell for cell in record.cells if cell.length != 1024]
-    assert pictures.tradeoff(record) is None
+    assert pictures.tradeoff(record, record.length) is None
 
 
 def test_a_row_has_the_error_and_the_speed_of_one_length() -> None:

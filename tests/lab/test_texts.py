@@ -54,7 +54,6 @@ WRONG: dict[str, tuple[Callable[[], bytes], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_no_text_is_refused_by_name(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "FILE_BYTES", 100_000)
-    monkeypatch.setattr(texts, "READ_BYTES", 1000)
     content, said = WRONG[case]
     (path := tmp_path / "a.txt").write_bytes(content())
     with pytest.raises(InputError, match=f"^[^\n]*{path}[^\n]*{said}"):

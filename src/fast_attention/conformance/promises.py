@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fast_attention.conformance.finding import Breaches, all_moved, claims, law, moved, rounding
 from fast_attention.conformance.independence import padding_masks
-from fast_attention.conformance.under_test import AttentionUnderTest, Case, law_of_calls, with_gradients
-from fast_attention.counting import count_operations, exponent, peak_bytes
-from fast_attention.mechanism import Attention, Shape, Unsupported
-from fast_attention.nn.bound import Bound
+from fast_attention.conformance.under_test import AttentionUnderTest, Case, law_of_calls, of, with_gradients
+from fast_attention.counting import counted, exponent
+from fast_attention.mechanism import Attention, Unsupported
 
 SHORT, LONG = 1024, 4096
 
@@ -157,25 +156,18 @@ def combining(case: Case) -> Breaches:
 def order(case: Case) -> Breaches:
     """Counted operations and peak memory grow with the declared power of n."""
     claims(case.promises is not None, "no declared order")
-    declared = case.promises.complexity_exponent
-    costs = [_costs(case.subject.mechanism, n, case.is_causal, case.device) for n in (SHORT, LONG)]
+    declared, mechanism = case.promises.complexity_exponent, cast(Any, case.subject.mechanism)
+    costs = [_costs(of(mechanism, max_len=n, width=16), n, case) for n in (SHORT, LONG)]
     for kind, small, large in zip(("operations", "peak memory"), *costs, strict=True):
         grown = exponent(small, large, LONG / SHORT)
         yield grown - declared, f"{kind} grow as n^{grown:.2f}; declared {declared:g}"
 
 
-def _costs(mechanism: Any, n: int, is_causal: bool, device: str) -> tuple[int, int]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        bound = Bound(mechanism, Shape(1, 16, n)).to(device)
-        x = [torch.randn(1, 1, n, 16, device=device) for _ in range(3)]
-    inputs = x if isinstance(mechanism, Attention) else [x[0][0]]
-
-    def run() -> Tensor:
-        return bound(*inputs, is_causal=is_causal)
-
-    with torch.no_grad():
-        return count_operations(run), peak_bytes(run, device)
+@torch.no_grad()
+def _costs(subject: AttentionUnderTest, n: int, case: Case) -> tuple[int, int]:
+    module = subject.built(dtype=torch.float32, device=case.device)
+    inputs = tuple(x.float() for x in subject.draw(n, batch=1, device=case.device))
+    return counted(lambda: subject.call(module, inputs, case.is_causal, None), case.device)
 
 
 @law("refusals refuse by name", 0.0)
@@ -216,25 +208,15 @@ def _refused(attempt: Any, name: str, trait: str) -> bool:
     return False
 
 
-class _Fixed(nn.Module):
-    """A module for torch.export, with ``is_causal`` fixed."""
-
-    def __init__(self, module: nn.Module, is_causal: bool) -> None:
-        super().__init__()
-        self.module, self.is_causal = module, is_causal
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.module(*inputs, is_causal=self.is_causal)
-
-
 @law_of_calls("torch.export, dynamic length")
 def exported(case: Case) -> Breaches:
     """torch.export with a dynamic length gives a program that is right at other lengths."""
     claims(case.promises is not None, OURS)
     claims(case.promises.export, "denied by its traits")
-    module, inputs = _Fixed(case.module, case.is_causal).eval(), case.draw(48)
-    sizes = (tuple({x.ndim - 2: torch.export.Dim("length", min=2, max=128)} for x in inputs),)
-    program = torch.export.export(module, inputs, dynamic_shapes=sizes).module()
+    inputs, keywords = case.draw(48), {"is_causal": case.is_causal}
+    sizes = tuple({x.ndim - 2: torch.export.Dim("length", min=2, max=128)} for x in inputs)
+    exported = torch.export.export(case.module, inputs, keywords, dynamic_shapes={"inputs": sizes, "is_causal": None})
+    program = exported.module()
     for other in (5, 48, 97):
         inputs = case.draw(other)
-        yield moved(program(*inputs), module(*inputs)), f"{other} tokens"
+        yield moved(program(*inputs, **keywords), case.call(*inputs)), f"{other} tokens"

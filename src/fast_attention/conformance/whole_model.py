@@ -23,6 +23,7 @@ from fast_attention.conformance.independence import UNSEEN, unseen
 from fast_attention.conformance.robustness import difference_in_step
 from fast_attention.conformance.under_test import with_gradients
 from fast_attention.nn.bound import Bound
+from fast_attention.nn.positions import first_position
 
 LENGTH = 21  # no multiple of any block; a model that reads fewer tokens is given what it reads
 
@@ -274,7 +275,7 @@ def of(model: nn.Module, *, causal: bool | None = None, length: int = LENGTH) ->
     decodes = bool(cache) and bool(getattr(model, "can_generate", lambda: False)())
     no_cache: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
 
-    first = 0 if decodes else _first_position(model)
+    first = 0 if decodes else first_position(model)
 
     def outputs(result: Any) -> Tensor:
         return result["logits"] if "logits" in result else result["last_hidden_state"]
@@ -303,15 +304,6 @@ def of(model: nn.Module, *, causal: bool | None = None, length: int = LENGTH) ->
         packed_ if decodes and "position_ids" in parameters else None, step_ if steps else None,
         padded_step=step_ if steps else None,
     )  # fmt: skip
-
-
-def _first_position(model: nn.Module) -> int:
-    """The position that an encoder's first token has: RoBERTa and its kin count from behind the padding token's."""
-    for module in model.modules():
-        padding = getattr(module, "padding_idx", None)
-        if isinstance(padding, int) and isinstance(getattr(module, "position_embeddings", None), nn.Embedding):
-            return padding + 1
-    return 0
 
 
 def _plain(model: nn.Module, causal: bool, length: int, streams: bool) -> ModelUnderTest:

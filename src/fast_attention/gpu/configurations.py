@@ -17,11 +17,8 @@ class Configuration(NamedTuple):
 
 
 TABLE = {  # by the larger of the two widths, rounded up to a power of two
-    16: Configuration(chunk=256, block=64, columns=16, values=16, warps=4, stages=2),
-    32: Configuration(chunk=256, block=64, columns=32, values=32, warps=8, stages=2),
-    64: Configuration(chunk=256, block=64, columns=64, values=64, warps=8, stages=2),
-    128: Configuration(chunk=256, block=64, columns=64, values=64, warps=8, stages=2),
-    256: Configuration(chunk=256, block=64, columns=64, values=64, warps=8, stages=2),
+    size: Configuration(256, 64, min(size, 64), min(size, 64), warps=4 if size == 16 else 8, stages=2)
+    for size in (16, 32, 64, 128, 256)
 }
 WIDEST = max(TABLE)
 STEP = 32  # features and values of a state that decoding takes at a time

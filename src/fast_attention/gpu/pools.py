@@ -108,7 +108,7 @@ def chunk_pools(
 @triton.jit
 def outputs(
     Q, K, V, VISIBLE, POOLS, OUT, REST, LOGS, LAST, heads, length, C, size, chunks,
-    qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, CAUSAL: tl.constexpr, GATED: tl.constexpr, BC: tl.constexpr,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, CAUSAL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """``sigmoid(q_i)`` times numerators over denominators; what rounding took, and the logarithms of denominators.
 
@@ -126,7 +126,7 @@ def outputs(
         if CAUSAL:
             k, v, shown = key(K, V, kt, vt, t, columns, C, VISIBLE)
             top, numerator, denominator = add(top, numerator, denominator, k, v, shown)
-        gate = tl.sigmoid(numbers(Q + t * qt, columns, C)) if GATED else 1.0
+        gate = tl.sigmoid(numbers(Q + t * qt, columns, C))
         where, nothing = (n * length + t) * C + columns, denominator == 0
         divisor = tl.where(nothing, 1.0, denominator)
         out = tl.where(nothing, 0.0, numerator / divisor) * gate
@@ -141,24 +141,21 @@ def outputs(
 
 
 @triton.jit
-def of_query(Q, OUT, REST, GRAD, t, qt, gt, row, columns, C, GATED: tl.constexpr):
+def of_query(Q, OUT, REST, GRAD, t, qt, gt, row, columns, C):
     """``s g``, ``-g o`` and the query's own gradient, ``g o (1 - s)``."""
     grad = numbers(GRAD + t * gt, columns, C)
     out = numbers(OUT + row * C, columns, C)
     if REST is not None:
         out += numbers(REST + row * C, columns, C)
     product = grad * out
-    if GATED:
-        gate = tl.sigmoid(numbers(Q + t * qt, columns, C))
-        return grad * gate, -product, product * (1.0 - gate)
-    else:
-        return grad, -product, tl.zeros_like(grad)
+    gate = tl.sigmoid(numbers(Q + t * qt, columns, C))
+    return grad * gate, -product, product * (1.0 - gate)
 
 
 @triton.jit
 def of_queries(
     Q, OUT, REST, GRAD, LOGS, SUMS, DQ, heads, length, C, size, chunks, qb, qh, qt, gb, gh, gt,
-    CAUSAL: tl.constexpr, GATED: tl.constexpr, BC: tl.constexpr,
+    CAUSAL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries, and each chunk's sums, which keys before it take: over ``exp(-l)`` of its first token."""
     columns, chunk, n = position(C, chunks, BC)
@@ -169,15 +166,14 @@ def of_queries(
     for back in range(0, last - first):
         t = last - 1 - back
         row = n * length + t
-        d_numerator, d_denominator, dq = of_query(Q, OUT, REST, GRAD, t, qt, gt, row, columns, C, GATED)
+        d_numerator, d_denominator, dq = of_query(Q, OUT, REST, GRAD, t, qt, gt, row, columns, C)
         if CAUSAL:
             log = numbers(LOGS + row * C, columns, C)
             decay = tl.exp(tl.minimum(log - scale, 0.0))  # of nothing, in the first step
             a, b, scale = a * decay + d_numerator, b * decay + d_denominator, log
         else:
             a, b = a + d_numerator, b + d_denominator
-        if GATED:
-            tl.store(DQ + row * C + columns, dq.to(DQ.dtype.element_ty), mask=inside)
+        tl.store(DQ + row * C + columns, dq.to(DQ.dtype.element_ty), mask=inside)
     write_pool(SUMS + (n * chunks + chunk) * 3 * C, columns, C, -scale, a, b)
 
 
@@ -185,7 +181,7 @@ def of_queries(
 def of_keys(
     Q, K, V, VISIBLE, OUT, REST, GRAD, LOGS, SUMS, DK, DV, heads, length, C, size, chunks,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, gb, gh, gt,
-    CAUSAL: tl.constexpr, GATED: tl.constexpr, BC: tl.constexpr,
+    CAUSAL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values. Not CAUSAL: all of one sum, and nothing of queries is read."""
     columns, chunk, n = position(C, chunks, BC)
@@ -200,7 +196,7 @@ def of_keys(
         t = last - 1 - back
         row = n * length + t
         if CAUSAL:
-            d_numerator, d_denominator, _ = of_query(Q, OUT, REST, GRAD, t, qt, gt, row, columns, C, GATED)
+            d_numerator, d_denominator, _ = of_query(Q, OUT, REST, GRAD, t, qt, gt, row, columns, C)
             log = numbers(LOGS + row * C, columns, C)
             decay = tl.exp(log - scale)
             a, b, scale = a * decay + d_numerator, b * decay + d_denominator, log
@@ -222,9 +218,8 @@ class Launch(Sums):
 
     scaled = True
 
-    def __init__(self, x: Tensor, values: int, begins: Tensor | None = None, *, gated: bool = False) -> None:
-        """For tokens ``x``; ``gated``: outputs are times ``sigmoid(q)``."""
-        (self.batch, self.heads, self.length, self.features), self.begins, self.gated = x.shape, begins, gated
+    def __init__(self, x: Tensor, values: int, begins: Tensor | None = None) -> None:
+        (self.batch, self.heads, self.length, self.features), self.begins = x.shape, begins
         self.size = _chunk(self.length) if begins is None else self.length // len(begins)
         self.chunks = chunks_of(self.length, self.size)
         self.like, channels = x, min(power(self.features), CHANNELS)
@@ -273,7 +268,7 @@ class Launch(Sums):
         launch(
             outputs, self.walks * self.chunks, q, k, v, mask, pools, out, rest if rest.ndim > 1 else None,
             logs if logged else None, last, *self.sizes, *strides(q, 3), *strides(k, 3), *strides(v, 3),
-            *strides(mask, 2), CAUSAL=is_causal, GATED=self.gated, **self.options,
+            *strides(mask, 2), CAUSAL=is_causal, **self.options,
         )  # fmt: skip
         return out, rest, logs
 
@@ -282,13 +277,10 @@ class Launch(Sums):
     ) -> tuple[Tensor, None, None, Tensor, Tensor]:
         """Gradients of queries, the sums behind every chunk, and all of them."""
         (q, *_, grad), (out, rest, logs, *_) = tokens, read
-        dq, sums = (
-            q.new_empty(q.shape) if self.gated else torch.zeros_like(q),
-            self.empty(self.chunks, 3 * self.features),
-        )
+        dq, sums = q.new_empty(q.shape), self.empty(self.chunks, 3 * self.features)
         launch(
             of_queries, self.walks * self.chunks, q, out, rest if rest.ndim > 1 else None, grad, logs, sums, dq,
-            *self.sizes, *strides(q, 3), *strides(grad, 3), CAUSAL=is_causal, GATED=self.gated, **self.options,
+            *self.sizes, *strides(q, 3), *strides(grad, 3), CAUSAL=is_causal, **self.options,
         )  # fmt: skip
         return dq, None, None, sums, self.running(sums, after, 1, backwards=True)
 
@@ -301,7 +293,7 @@ class Launch(Sums):
         launch(
             of_keys, self.walks * self.chunks, q, k, v, mask, out, rest if rest is not None and rest.ndim > 1 else None,
             grad, logs, later_sums, dk, dv, *self.sizes, *strides(q, 3), *strides(k, 3), *strides(v, 3),
-            *strides(mask, 2), *strides(grad, 3), CAUSAL=is_causal, GATED=self.gated, **self.options,
+            *strides(mask, 2), *strides(grad, 3), CAUSAL=is_causal, **self.options,
         )  # fmt: skip
         return dk, dv, None
 

@@ -23,9 +23,7 @@ from torch import Tensor
 from fast_attention import __version__, files
 from fast_attention.engine import trace
 from fast_attention.engine.tracing import symbolic
-from fast_attention.gpu import elementwise as mapped
-from fast_attention.gpu import exponential as exponentials
-from fast_attention.gpu import flex, pooling
+from fast_attention.gpu import flex
 from fast_attention.gpu.calls import KernelSet
 
 TOKENS = 300  # more than a chunk, and no multiple of a block
@@ -129,36 +127,6 @@ def _saved() -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return verdicts if isinstance(verdicts, dict) else {}
-
-
-def elementwise(code: int) -> Case:
-    """The kernels of a map, by its number (``maps``)."""
-    return Case.of(f"map {code}", lambda device: mapped.kernel_set(1e-6, code, 0.0))
-
-
-def decayed(code: int, *, normalized: bool) -> Case:
-    """The kernels of sums that decay."""
-
-    def make(device: torch.device) -> KernelSet:
-        return mapped.kernel_set(1e-6, code, 0.0, -0.1 * _drawn(1, 2, TOKENS, device=device), normalized=normalized)
-
-    return Case.of(f"decays {code} {normalized}", make)
-
-
-def exponential(features: int, width: int) -> Case:
-    """The kernels of so many exponentials, of heads so wide."""
-
-    def make(device: torch.device) -> KernelSet:
-        generator = torch.Generator(device).manual_seed(1)
-        rows = torch.randn(2, features, width, generator=generator, device=device)
-        return exponentials.kernel_set(rows, rows, None)
-
-    return Case.of(f"exponentials {features}", make)
-
-
-def pools() -> Case:
-    """The kernels of pools."""
-    return Case.of("pools", lambda device: pooling.kernel_set(gated=True))
 
 
 def flex_attention() -> Case:

@@ -22,9 +22,10 @@ from fast_attention.integrations import calls, visible
 from fast_attention.integrations import saving as saving  # a model that was pickled saves its mechanisms
 from fast_attention.integrations.exact import attention as attention  # and finds its functions
 from fast_attention.integrations.fresh import SKIPS
-from fast_attention.integrations.modules import evaluating, first_position
+from fast_attention.integrations.modules import evaluating
 from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanism import Unsupported
+from fast_attention.nn.positions import first_position
 
 ENTERED = "_fast_attention_entered"  # where a swapped model, and each one inside it, says that its calls are noted
 MECHANISMS, EXACT = "mechanisms", "exact"  # what it says: by which kind of swap

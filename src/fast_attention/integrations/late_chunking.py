@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.expressions import in_words
-from fast_attention.integrations.modules import evaluating, first_position
+from fast_attention.integrations.modules import evaluating
 from fast_attention.integrations.swapping import pretrained
+from fast_attention.nn.positions import first_position
 from fast_attention.refusals import is_module
 
 OVERLAP = 4  # neighbouring windows share at least one part in so many of their tokens

@@ -103,12 +103,6 @@ def restore_classes(model: nn.Module) -> None:
             vars(module).pop(IS_EXACT, None)
 
 
-def first_position(model: nn.Module) -> int:
-    """The number that learned positions begin with: in models of RoBERTa's kind behind that of padding, else 0."""
-    tables: list[Any] = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
-    return max((part.padding_idx + 1 for part in tables if getattr(part, "padding_idx", None) is not None), default=0)
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set the model to evaluation in the block, and each of its modules back afterwards."""

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, get_args
 
 from rich.text import Text
 
 from fast_attention.lab import pages, pictures, report, verdicts
-from fast_attention.lab.compare import measurable
 from fast_attention.lab.pages import Block, Figure, Folded, Listing, Section, Words
-from fast_attention.lab.pictures import Point, Tradeoff
 from fast_attention.lab.records import EXACT, Cell, Comparison, Pass
 from fast_attention.lab.tables import Number, Table, Value, bytes_of, count, factor, milliseconds, percent
 from fast_attention.lab.tables import Row as Line
+from fast_attention.lab.verdicts import Kind, Verdict
 
-Kind = Literal["use", "exact", "unproven", "slower", "inexact", "open", "unknown", "cannot"]
-ORDER: tuple[Kind, ...] = ("use", "exact", "unproven", "slower", "inexact", "open", "unknown", "cannot")
-LATE = ("over budget", "not reached")  # begins the note of what might be timed in more time
+ORDER: tuple[Kind, ...] = get_args(Kind)
 FASTER = 0.95  # of exact attention's time: what is nearer than that to a draw is no reason to give up exactness
 STAND_INS = "Gaussian stand-ins"
 UNRANKED = {
@@ -30,23 +27,6 @@ _POINTS = """Green is what nothing beats in both; the dotted line is the error t
 first, or was read at fewer tokens only, has no error to show."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One mechanism in the ranking."""
-
-    mechanism: str
-    kind: Kind
-    note: str  # why it stands there
-    milliseconds: float | None = None
-    ratio: float | None = None  # of exact attention's time in the same rounds; below 1 is faster
-    peak_bytes: int | None = None
-    median_error: float | None = None
-    worst_error: float | None = None
-    error_length: int | None = None  # tokens at which the error was measured; fewer than asked where no more are read
-    # (the ranking then shows none: a row has the error and the speed of one length)
-    cannot: tuple[str, ...] = ()
-
-
 @dataclass
 class Advised(Comparison):
     """All of one advice: the comparison that it rests on, the ranking, and the answer."""
@@ -54,7 +34,7 @@ class Advised(Comparison):
     kind, noun, data, page = "advise", "advice", "advice.json", "advice.html"
 
     advice: dict[str, Any] = field(default_factory=dict)  # what to "use" (None: undecided), and the answer in "words"
-    ranking: list[Row] = field(default_factory=list)  # the best first
+    ranking: list[Verdict] = field(default_factory=list)  # the best first
 
     def __post_init__(self) -> None:
         self.ranking = [replace(row, cannot=tuple(row.cannot)) for row in self.ranking]  # JSON knows lists only
@@ -82,7 +62,7 @@ class Advised(Comparison):
         return verdicts.beyond(self, [self.meta["length"]])
 
 
-def ranked(record: Advised, mechanisms: list[Any]) -> list[Row]:
+def ranked(record: Advised, mechanisms: list[Any]) -> list[Verdict]:
     """Exact attention and every mechanism, best first.
 
     Those within the budget and faster, the fastest first; exact attention; those that are faster, and within the budget
@@ -90,79 +70,41 @@ def ranked(record: Advised, mechanisms: list[Any]) -> list[Row]:
     the budget, by their error; those that may be the answer and were not measured for lack of time; those of which no
     error is known; those that cannot do it or were not measured.
     """
-    length, _, which = record.asked
+    length, budget, which = record.asked
     exact = record.cell(EXACT, length) or Cell(EXACT, length)
-    rows = [_row(record, mechanism) for mechanism in mechanisms]
-    rows.append(Row(EXACT, "exact", "the reference", exact.times(which).ms, 1.0, exact.peak_bytes, 0.0, 0.0, length))
-    return sorted(rows, key=_order)
+    rows = [verdicts.verdict(record, each, length, budget, which, enough=FASTER) for each in mechanisms]
+    time, peak = exact.times(which).ms, exact.peak_bytes
+    rows.append(Verdict(EXACT, "exact", "the reference", time, 1.0, peak, 0.0, 0.0, length, length=length))
 
+    def order(row: Verdict) -> tuple[int, float, float]:
+        error = math.inf if row.median_error is None else row.median_error
+        return ORDER.index(row.kind), error if row.kind == "inexact" else 0.0, row.ratio or math.inf
 
-def _order(row: Row) -> tuple[int, float, float]:
-    """Sort key of rows: their kind, and what counts within it."""
-    error = math.inf if row.median_error is None else row.median_error
-    return ORDER.index(row.kind), error if row.kind == "inexact" else 0.0, row.ratio or math.inf
-
-
-def _row(record: Advised, mechanism: Any) -> Row:
-    """The place of a mechanism, and why."""
-    name, (length, budget, which) = repr(mechanism), record.asked
-    errors = [error for error in record.errors if error.mechanism == name]
-    error = next((each for each in errors if each.output), None)
-    cell = record.cell(name, length) or Cell(name, length)
-    summary = error.summary() if error else None
-    ratio = record.ratios(name, which).get(length)
-
-    def row(kind: Kind, note: str) -> Row:
-        median, worst = summary or (None, None)
-        tokens = error.length if error else None
-        time, denied = cell.times(which).ms, tuple(verdicts.cannot(mechanism))
-        return Row(name, kind, note, time, ratio, cell.peak_bytes, median, worst, tokens, denied)
-
-    is_late = cell.status in LATE if ratio is None else summary is None and ratio < verdicts.BETTER
-    may_be_close = summary[0] <= budget if summary else all(each.note.startswith(LATE) for each in errors)
-    if is_late and may_be_close and measurable(mechanism):
-        return row("open", f"{cell.status}: {cell.note}" if ratio is None else "its error was not measured")
-    if ratio is None:
-        return row("cannot", f"{cell.status}: {cell.note}" if cell.note else cell.status)
-    if summary is None or error is None:
-        notes = [each.note for each in errors if each.note] or ["its error was not measured"]
-        return row("unknown", verdicts.kind(mechanism) if mechanism.traits.approximates is None else notes[0])
-    known = percent(summary[0])
-    if not summary[0] <= budget:
-        at = "" if error.length == length else f", {known} at {error.length:,} tokens"
-        return row("inexact", f"median error beyond {percent(budget)}{at}")
-    is_even = verdicts.even(cell, which)  # a draw within the noise of the rounds
-    speed = f"{verdicts.speed(1.0 if is_even else ratio)} as exact attention"
-    if is_even or ratio >= FASTER:
-        return row("slower", speed)
-    if error.length < length:
-        return row("unproven", f"{speed}; its error is known at {error.length:,} tokens only: {known}")
-    return row("use", speed)
+    return sorted(rows, key=order)
 
 
 def answer(record: Advised) -> list[str]:
     """The answer in one to four sentences; no verdict while one that may be the answer was not measured."""
     rows, would_do = record.ranking, record.meta.get("would_do")
-    late = sum(row.kind == "cannot" and row.note.startswith(LATE) for row in rows)
+    late = sum(row.kind == "cannot" and row.note.startswith(verdicts.LATE) for row in rows)
     more = [f"Not timed, for lack of --seconds: {late} more, which are no estimates of exact attention."] * bool(late)
     if names := [row.mechanism for row in rows if row.kind == "open"]:
-        others = f" and {len(names) - 3} more" if len(names) > 3 else ""
         enough = "more --seconds" if would_do is None else f"--seconds {would_do}"
         best = rows[0]
         so_far = [f"So far {best.mechanism} is best: {best.note}, median error {percent(best.median_error)}."]
         return [
             f"At {record.asked[0]:,} tokens undecided: give {enough}.",
-            f"May be the answer, and not measured yet: {', '.join(names[:3])}{others}.",
+            f"May be the answer, and not measured yet: {verdicts.few(names)}.",
             *so_far * (best.kind == "use"),
         ]
     return [*_sentences(rows, record), *more]
 
 
-def _sentences(rows: list[Row], record: Advised) -> list[str]:
+def _sentences(rows: list[Verdict], record: Advised) -> list[str]:
     """Sentences about the best rows of each kind."""
     length, most, _ = record.asked
     at, best, budget = f"At {length:,} tokens", rows[0], percent(most)
-    unknown = sum(row.kind == "unknown" and (row.ratio or math.inf) < FASTER for row in rows)
+    unknown = sum(row.kind == "unknown" and row.is_faster for row in rows)
     more = f"Faster here, but other functions or to be trained first, so that no error is known: {unknown} more."
     if best.kind == "use":
         errors = f"median error {percent(best.median_error)} (worst head {percent(best.worst_error)}; allowed {budget})"
@@ -262,10 +204,9 @@ def html(record: Advised) -> str:
 def _points(record: Advised) -> list[Block]:
     """Error against speed at the length asked for."""
     length = record.meta["length"]
-    known = (row for row in record.ranking if row.error_length == length and row.ratio is not None)
-    points = [Point(r.mechanism, 1 / (r.ratio or math.inf), r.median_error or 0.0) for r in known]
-    if len(points) < 2:
+    points = pictures.tradeoff(record, length, record.meta["pass"])
+    if points is None:
         return []
     passes = "forward pass" if record.meta["pass"] == "forward" else "forward and backward pass"
-    picture = pictures.scatter(Tradeoff(points, length), record.meta["budget"])
+    picture = pictures.scatter(points, record.meta["budget"])
     return [Figure(picture, f"Error against speed at {length:,} tokens, a {passes}. {_POINTS}")]

@@ -43,9 +43,8 @@ def list_command(
     """List the mechanisms with what they can do, or show all about one."""
     with importing():
         from fast_attention import catalogue
-        from fast_attention.known_names import known
         from fast_attention.lab import inputs, listing, tables
-    meant = known(name) if name else None
+    meant = catalogue.known(name) if name else None
     if meant and not as_json:
         print(f"{meant}\n")
     if name:
@@ -98,7 +97,7 @@ def advise_command(
         if source.is_causal and not is_causal:
             raise inputs.InputError("--no-causal: the model is a decoder, whose attention is causal")
         setting = measure.Setting(source.heads, source.head_dim, where, kind, is_causal, training, seed, batch)
-        plan = compare.Plan(source, chosen, [length], setting, seconds)
+        plan = compare.Plan(source, chosen, [length], setting, seconds, budget)
         quality = advice.STAND_INS if isinstance(source, capture.Gaussian) else "the model's own tensors, zero-shot"
         meta = environment.begun(
             where, source=source.title, quality=quality, heads=source.heads, head_dim=source.head_dim, length=length,

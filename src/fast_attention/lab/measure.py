@@ -88,34 +88,26 @@ class Competitor(NamedTuple):
 def against_exact(mechanisms: list[Any]) -> list[Competitor]:
     """Exact attention, the baseline, and mechanisms."""
 
-    def make(mechanism: Any) -> Callable[[Setting, int], Passes]:
-        return lambda setting, length: competitor(mechanism, setting, setting.tensors(length))
+    def make(form: Callable[..., Passes], *mechanism: Any) -> Callable[[Setting, int], Passes]:
+        return lambda setting, length: form(*mechanism, setting, setting.tensors(length))
 
-    baseline = Competitor(EXACT, lambda setting, length: exact(setting, setting.tensors(length)), 2.0)
-    return [baseline, *(Competitor(repr(each), make(each), each.traits.complexity_exponent) for each in mechanisms)]
+    others = [Competitor(repr(x), make(competitor, x), x.traits.complexity_exponent) for x in mechanisms]
+    return [Competitor(EXACT, make(exact), 2.0), *others]
 
 
 def exact(setting: Setting, tensors: Tensors) -> Passes:
     """torch's fused exact attention on the same tensors: the baseline."""
-    q, k, v = tensors
-
-    def attend() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=setting.is_causal)
-
-    return Passes.of(attend, tensors)
+    return Passes.of(lambda: F.scaled_dot_product_attention(*tensors, is_causal=setting.is_causal), tensors)
 
 
 def competitor(mechanism: Attention[Any, Any] | Mixer[Any, Any], setting: Setting, tensors: Tensors) -> Passes:
     """A mechanism with fresh weights for the tensors' length; a mixer gets whole tokens of the same width."""
-    q, k, v = tensors
+    length = tensors[0].shape[-2]
     torch.manual_seed(setting.seed)
-    bound = Bound(mechanism, Shape(setting.heads, setting.head_dim, q.shape[-2])).to(setting.device, setting.dtype)
-    inputs = (setting.tokens(q.shape[-2]),) if isinstance(mechanism, Mixer) else (q, k, v)
-
-    def attend() -> Tensor:
-        return bound(*inputs, is_causal=setting.is_causal)
-
-    return Passes.of(attend, inputs, [*bound.parameters(), *bound.buffers()])
+    bound = Bound(mechanism, Shape(setting.heads, setting.head_dim, length)).to(setting.device, setting.dtype)
+    inputs = (setting.tokens(length),) if isinstance(mechanism, Mixer) else tensors
+    weights = [*bound.parameters(), *bound.buffers()]
+    return Passes.of(lambda: bound(*inputs, is_causal=setting.is_causal), inputs, weights)
 
 
 def useful_threads() -> int:

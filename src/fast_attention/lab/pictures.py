@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from fast_attention.lab.records import EXACT, Comparison
+from fast_attention.lab.records import EXACT, Comparison, Pass
 from fast_attention.lab.tables import factor, percent
 
 INK, PALE, GRID, GOOD, SOFT, PAPER = "#1f2933", "#9aa5b1", "#e4e7eb", "#2f855a", "#52606d", "#ffffff"
@@ -88,14 +88,13 @@ class Tradeoff(NamedTuple):
         return front
 
 
-def tradeoff(record: Comparison) -> Tradeoff | None:
-    """The points of a record; None where no approximation has both an error and a time at one length."""
-    length = record.length
+def tradeoff(record: Comparison, length: int | None, which: Pass = "forward") -> Tradeoff | None:
+    """The points of a record at a length; None where no approximation has both an error and a time there."""
     if length is None:
         return None
     points = [Point(EXACT, 1.0, 0.0)]
     for name in record.mechanisms:
-        ratio, error = record.ratios(name).get(length), record.error(name)
+        ratio, error = record.ratios(name, which).get(length), record.error(name, length)
         summary = error.summary() if error else None
         if ratio is not None and summary is not None:
             points.append(Point(name, 1 / ratio, summary[0]))

@@ -42,7 +42,7 @@ def html(record: Comparison) -> str:
     }
     exact = verdicts.same_results(meta.get("same_results"))
     opening = [Words(words, "lead") for words in [*exact, *verdicts.answer(record)]]
-    points = pictures.tradeoff(record)
+    points = pictures.tradeoff(record, record.length)
     no_reference = points is not None and verdicts.beyond(record, [points.length])
     caption = _CAPTION + " Exact attention is no reference at this length: see above." * bool(no_reference)
     figure = [] if points is None else [

@@ -26,7 +26,6 @@ from torch import Tensor
 from fast_attention.lab.inputs import InputError
 
 FILE_BYTES = 1 << 30  # bytes of a file, unpacked: a device has no end, and gzip may unpack to a thousand times its size
-READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -101,12 +100,10 @@ def _opened(path: str) -> IO[bytes]:
 
 def _all(file: IO[bytes] | Any, path: str) -> bytes:
     """All bytes of a file that holds no more than ``FILE_BYTES``."""
-    content = bytearray()
-    while chunk := file.read(READ_BYTES):
-        content += chunk
-        if len(content) > FILE_BYTES:
-            raise InputError(f"{path}: more than {FILE_BYTES:,} bytes, unpacked: give a part of it")
-    return bytes(content)
+    content = file.read(FILE_BYTES + 1)
+    if len(content) > FILE_BYTES:
+        raise InputError(f"{path}: more than {FILE_BYTES:,} bytes, unpacked: give a part of it")
+    return content
 
 
 SOURCE_BYTES = 3 << 18  # bytes that are read of a source

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from fast_attention import catalogue
-from fast_attention.lab.records import EXACT, Cell, Comparison, Error, Pass
+from fast_attention.lab.records import EXACT, Cell, Comparison, Pass
 from fast_attention.lab.tables import Number, digits, percent
-from fast_attention.mechanism import Mixer
+from fast_attention.mechanism import Attention, Mixer
 
+Kind = Literal["use", "exact", "unproven", "slower", "inexact", "open", "unknown", "cannot"]
+LATE = ("over budget", "not reached")  # begins the note of what might be timed in more time
+UNFIT = ("refused", "failed", "too large")  # begins the note of what no time would help
 NOISE = 0.05
 BETTER = 1 / 1.1  # of exact attention's time: more than 10 % faster
 EVEN = 1.03  # times as fast, below which a gain with the same results is noise
@@ -54,6 +58,11 @@ def interpolated(ratios: Mapping[int, float], won: int) -> tuple[float, bool]:
     before = max(shorter)
     slower, faster = max(math.log(ratios[before]), 0.0), -math.log(ratios[won])
     return math.exp(math.log(before) + slower / (slower + faster) * math.log(won / before)), False
+
+
+def measurable(mechanism: Any) -> bool:
+    """Whether a mechanism has an error to measure: it approximates exact attention, and needs no training."""
+    return isinstance(mechanism, Attention) and mechanism.traits.approximates is not None
 
 
 def learns(mechanism: Any) -> bool:
@@ -141,58 +150,93 @@ def same_results(measured: dict[str, Any] | None) -> list[str]:
     return sentences
 
 
-class Candidate(NamedTuple):
-    """A mechanism that may replace exact attention at one length, untrained or trained."""
+@dataclass(frozen=True)
+class Verdict:
+    """A judgement of one mechanism at one length: what was measured, and what follows."""
 
-    name: str
-    length: int
-    ratio: float  # of exact attention's time; not a number: not timed, for lack of time
-    error: Error | None = None  # None: it has none before training
-
-    @property
-    def median(self) -> float:
-        """The median error; not a number where none was measured."""
-        summary = self.error.summary() if self.error else None
-        return summary[0] if summary else math.nan
+    mechanism: str
+    kind: Kind
+    note: str  # why
+    milliseconds: float | None = None
+    ratio: float | None = None  # of exact attention's time in the same rounds; below 1 is faster
+    peak_bytes: int | None = None
+    median_error: float | None = None
+    worst_error: float | None = None
+    error_length: int | None = None  # tokens at which the error was measured; fewer than asked where no more are read
+    cannot: tuple[str, ...] = ()
+    length: int = 0  # tokens
+    is_faster: bool = False  # than exact attention, by enough and beyond noise
 
     @property
     def at(self) -> str:
         """Name and speed in words."""
-        return f"{self.name}, {speed(self.ratio)} at {self.length:,} tokens"
-
-    def could_be(self, asked: float) -> bool:
-        """Whether it is better than exact attention, as far as is known of time and error."""
-        return not (self.ratio >= BETTER or self.median > asked)
+        return f"{self.mechanism}, {speed(self.ratio or 1.0)} at {self.length:,} tokens"
 
     @property
     def untrained(self) -> str:
         """The error before training, in words."""
-        return f"median error {percent(self.median)} untrained" if self.error else "its weights are random before"
-
-    @property
-    def is_known(self) -> bool:
-        """Whether time and error were measured."""
-        return not math.isnan(self.ratio + self.median)
+        if self.median_error is None:
+            return "its weights are random before"
+        return f"median error {percent(self.median_error)} untrained"
 
 
-def candidates(record: Comparison) -> list[Candidate]:
-    """All that estimates exact attention, at every length at which that was timed and errors were asked for."""
-    errors = {(error.mechanism, error.length): error for error in record.errors}
-    known = []
-    for length in record.ratios(EXACT):
-        for name in record.mechanisms:
-            cell, error = record.cell(name, length), errors.get((name, length))
-            if cell is None or error is None or cell.status in ("refused", "failed", "too large"):
-                continue
-            if error.output or error.note.startswith("over budget"):
-                known.append(Candidate(name, length, _ratio(cell), error))
-    return known
+def verdict(
+    record: Comparison, mechanism: Any, length: int, asked: float, which: Pass = "forward", *, enough: float = BETTER
+) -> Verdict:
+    """Judge a mechanism by its time at ``length`` and by its error there, or at the most tokens below that were read.
+
+    Args:
+        record: What was measured.
+        mechanism: The mechanism.
+        length: Tokens of a sequence.
+        asked: The largest median error.
+        which: The pass whose time counts.
+        enough: The fraction of exact attention's time below which it is faster.
+    """
+    name = repr(mechanism)
+    errors = (each for each in record.errors if each.mechanism == name and each.length <= length)
+    error = max(errors, key=lambda each: each.length, default=None)
+    cell, summary = record.cell(name, length) or Cell(name, length), error.summary() if error else None
+    time, ratio = cell.times(which).ms, cell.times(which).ratio
+    is_even = even(cell, which)  # a draw within the noise of the rounds
+    is_faster = ratio is not None and not is_even and ratio < enough
+    words = "" if ratio is None else f"{speed(1.0 if is_even else ratio)} as exact attention"
+    is_late = cell.status in LATE if ratio is None else summary is None and is_faster
+    may_be_close = summary[0] <= asked if summary else error is None or error.note.startswith(LATE)
+    result: tuple[Kind, str]
+    if is_late and may_be_close and measurable(mechanism):
+        result = "open", f"{cell.status}: {cell.note}" if ratio is None else "its error was not measured"
+    elif ratio is None:
+        result = "cannot", f"{cell.status}: {cell.note}" if cell.note else cell.status
+    elif summary is None or error is None:
+        why = (error.note if error else "") or "its error was not measured"
+        result = "unknown", kind(mechanism) if mechanism.traits.approximates is None else why
+    elif not summary[0] <= asked:
+        at = "" if error.length == length else f", {percent(summary[0])} at {error.length:,} tokens"
+        result = "inexact", f"median error beyond {percent(asked)}{at}"
+    elif not is_faster:
+        result = "slower", words
+    elif error.length < length:
+        known = percent(summary[0])
+        result = "unproven", f"{words}; its error is known at {error.length:,} tokens only: {known}"
+    else:
+        result = "use", words
+    tokens, denied = error.length if error else None, tuple(cannot(mechanism))
+    return Verdict(
+        name, *result, time, ratio, cell.peak_bytes, *summary or (None, None), tokens, denied, length, is_faster
+    )
+
+
+def _judged(record: Comparison, lengths: list[int], asked: float) -> tuple[list[Verdict], list[Verdict]]:
+    """Verdicts of all mechanisms at these lengths, and of those that estimate exact attention and can be timed."""
+    mechanisms = [catalogue.parse(name) for name in record.mechanisms]
+    rows = [verdict(record, mechanism, length, asked) for length in lengths for mechanism in mechanisms]
+    return rows, [row for row in rows if row.error_length == row.length and not row.note.startswith(UNFIT)]
 
 
 def undecided(record: Comparison, length: int, asked: float) -> list[str]:
     """Mechanisms that may be better than exact attention at a length, and were not measured for lack of time."""
-    known = (each for each in candidates(record) if each.length == length)
-    return [each.name for each in known if each.could_be(asked) and not each.is_known]
+    return [row.mechanism for row in _judged(record, [length], asked)[1] if row.kind == "open"]
 
 
 def beyond(record: Comparison, lengths: Iterable[int]) -> list[str]:
@@ -204,11 +248,6 @@ def beyond(record: Comparison, lengths: Iterable[int]) -> list[str]:
     far = [] if context is None else [length for length in lengths if length > context]
     why = record.meta.get("extension") or f"the model has {context:,} positions" if far else ""
     return [f"Exact attention at {_lengths(far)} is no reference: {why}.", *LONG] if far else []
-
-
-def _ratio(cell: Cell) -> float:
-    """A cell's time by exact attention's, 1 within noise."""
-    return 1.0 if even(cell) else math.nan if cell.forward_ratio is None else cell.forward_ratio
 
 
 def answer(record: Comparison) -> list[str]:
@@ -229,54 +268,46 @@ def answer(record: Comparison) -> list[str]:
 def _answer(record: Comparison, lengths: list[int]) -> list[str]:
     """The answer for lengths at which exact attention is the reference."""
     asked = record.meta.get("asked", ASKED)
-    known = [each for each in candidates(record) if each.length in lengths]
-    could = [each for each in known if each.could_be(asked)]
-    winners, open_ones = [each for each in could if each.is_known], [each for each in could if not each.is_known]
-    to_train = _to_train(record, known, lengths, asked)
+    rows, known = _judged(record, lengths, asked)
+    winners, open_ones = ([row for row in known if row.kind == kind] for kind in ("use", "open"))
+    inexact = [row for row in known if row.kind == "inexact" and row.is_faster]
+    learning = [row for row in rows if row.is_faster and learns(catalogue.parse(row.mechanism))]
+    nearest = max(inexact, key=lambda row: (row.length, -(row.median_error or 0.0)), default=None)
+    quickest = max(learning, key=lambda row: (row.length, -(row.ratio or 1.0)), default=None)
+    to_train = [row for row in (nearest, quickest) if row]
     better = (
         f"better than exact attention here (more than 10 % faster, median error at most {percent(asked)}, untrained)"
     )
     if not lengths:
         return ["Undecided: nothing was timed."]
     if winners:
-        best = max(winners, key=lambda each: (each.length, -each.ratio))
-        share = best.error.visible_fraction if best.error else None
+        best = max(winners, key=lambda row: (row.length, -(row.ratio or 1.0)))
+        error = record.error(best.mechanism, best.length)
+        share = error.visible_fraction if error else None
         pairs = "" if share is None or share == 1.0 else f", from {percent(share)} of the visible pairs"
-        first = f"Yes, {best.at}, is {better}: its median error is {percent(best.median)}{pairs}."
+        first = f"Yes, {best.at}, is {better}: its median error is {percent(best.median_error)}{pairs}."
         to_train = [best, *to_train]
     elif open_ones:
-        names, seconds = list(dict.fromkeys(each.name for each in open_ones)), record.meta.get("would_do")
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        names, seconds = list(dict.fromkeys(row.mechanism for row in open_ones)), record.meta.get("would_do")
         first = (
-            f"Undecided whether anything is {better}: {', '.join(names[:3])}{more} may be, at "
-            f"{_lengths(each.length for each in open_ones)}, but not all of it was measured"
+            f"Undecided whether anything is {better}: {few(names)} may be, at "
+            f"{_lengths(row.length for row in open_ones)}, but not all of it was measured"
             f"{f': give --budget {seconds}' if seconds else ''}."
         )
     elif known:
-        first = f"No, nothing is {better}, at {_lengths(each.length for each in known)}."
+        first = f"No, nothing is {better}, at {_lengths(row.length for row in known)}."
     else:
         first = f"No, nothing is {better}: nothing that was compared estimates exact attention."
-    words = [f"{each.at} ({each.untrained})" for each in to_train if each not in winners]
+    words = [f"{row.at} ({row.untrained})" for row in to_train if row not in winners]
     second = "; or ".join(words) or "nothing that was timed is more than 10 % faster"
-    faster = [f"{each.name} is faster {_from(record, each.name)}" for each in to_train]
+    faster = [f"{row.mechanism} is faster {_from(record, row.mechanism)}" for row in to_train]
     third = "; ".join(faster) or f"none of {_lengths(lengths)}"
     return [first, f"To be trained first: {second}.", f"At which length: {third}."]
 
 
-def _to_train(record: Comparison, known: list[Candidate], lengths: list[int], asked: float) -> list[Candidate]:
-    """The most accurate that is faster, and the fastest with weights to learn, each at the greatest length with one."""
-    inexact = [each for each in known if each.ratio < BETTER and each.median > asked]
-    learning = [
-        Candidate(cell.mechanism, cell.length, _ratio(cell))
-        for cell in record.cells
-        if cell.length in lengths
-        and cell.mechanism != EXACT
-        and learns(catalogue.parse(cell.mechanism))
-        and _ratio(cell) < BETTER
-    ]
-    nearest = max(inexact, key=lambda each: (each.length, -each.median), default=None)
-    quickest = max(learning, key=lambda each: (each.length, -each.ratio), default=None)
-    return [each for each in (nearest, quickest) if each]
+def few(names: list[str]) -> str:
+    """The first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _from(record: Comparison, name: str) -> str:

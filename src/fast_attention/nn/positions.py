@@ -1,4 +1,4 @@
-"""Rotary positions, which rotate queries and keys, with the scalings of transformers."""
+"""Rotary positions, with the scalings of transformers; where learned positions begin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.packed import Packing
@@ -227,3 +227,9 @@ def positions_of(
         return at, keys_at
     queries = local(at, shards.queries, shards.rank, -1)
     return queries, queries if is_self else local(keys_at, shards.keys, shards.rank, -1)
+
+
+def first_position(model: nn.Module) -> int:
+    """The number that learned positions begin with: in models of RoBERTa's kind behind that of padding, else 0."""
+    tables: list[Any] = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
+    return max((part.padding_idx + 1 for part in tables if getattr(part, "padding_idx", None) is not None), default=0)

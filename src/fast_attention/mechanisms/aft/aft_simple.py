@@ -22,10 +22,10 @@ from fast_attention.engine.operation import Fast, NotServed, Operation, Tensors,
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import symbolic
-from fast_attention.gpu import calls, pooling, self_check
+from fast_attention.gpu import calls, self_check
 from fast_attention.gpu.calls import Chunks
 from fast_attention.mechanism import Attention, Traits
-from fast_attention.mechanisms.aft import fast, reference
+from fast_attention.mechanisms.aft import fast, kernels, reference
 from fast_attention.mechanisms.aft.reference import Pool, last_rows, same_width
 from fast_attention.traits import KERNELS
 
@@ -98,13 +98,12 @@ WIDEST = 1 << 16  # channels: any number, which a program takes a few of
 def gpu_serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
     """Why kernels cannot compute this call; empty where they can."""
     why = operation.gpu_unsupported_reason(q, k, v, widest=WIDEST)
-    return why or self_check.unsupported_reason(self_check.pools(), q, v, masked=key_mask is not None)
+    return why or self_check.unsupported_reason(kernels.check(), q, v, masked=key_mask is not None)
 
 
 def attend_on_gpu(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor:
     """Outputs (..., L, C): see ``aft_simple``."""
-    kernel_set = pooling.kernel_set(gated=True)
-    return calls.run(kernel_set, q, k, v, key_mask, is_causal=is_causal)
+    return calls.run(kernels.kernel_set(), q, k, v, key_mask, is_causal=is_causal)
 
 
 noncausal = Operation(
@@ -203,7 +202,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         if not is_causal or gpu_serves(q, k, v, key_mask):
             return None
         parts = Chunks.of(lengths, TOKENS, q.device)
-        kernel_set = pooling.kernel_set(gated=True, begins=parts.begins)
+        kernel_set = kernels.kernel_set(parts.begins)
         q, k, v = (parts.spread(x) for x in (q, k, v))
         return parts.gathered(calls.run(kernel_set, q, k, v, parts.visible(key_mask), is_causal=True))
 
@@ -216,8 +215,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
             operation.log_fallback(q, why)
             return self._advance(q, k, v, w, state, key_mask=key_mask)
         first = None if state is None else torch.cat([state.sums, state.log_scale], -1)[..., 0, :]
-        kernel_set = pooling.kernel_set(gated=True)
-        out, last = calls.advance(kernel_set, q, k, v, key_mask, first, decodes=calls.steps(q, k, v, first))
+        out, last = calls.advance(kernels.kernel_set(), q, k, v, key_mask, first, decodes=calls.steps(q, k, v, first))
         sums, log_scale = last[..., None, :].split([2 * k.shape[-1], k.shape[-1]], -1)
         return out, Pool(log_scale, sums)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from fast_attention.engine import operation
 from fast_attention.engine.numerics import clamp
 from fast_attention.engine.tracing import symbolic
-from fast_attention.gpu import calls, elementwise, maps, self_check
-from fast_attention.gpu import exponential as exponentials
+from fast_attention.gpu import calls, maps, self_check
 from fast_attention.gpu.calls import Chunks, KernelSet
 from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED, exponential
+from fast_attention.mechanisms.linear import kernels
 from fast_attention.mechanisms.linear.compiled import EXPONENTIAL, TRIGONOMETRIC, Inputs
 
 CODES = maps.ELU, maps.RELU, maps.IDENTITY  # of maps by the number that the core has for them
@@ -29,10 +29,10 @@ def serves(*tensors: Any, number: int, normalize: bool = True, **settings: Any) 
     """Why kernels cannot compute this call; empty where they can."""
     x, unsupported = Inputs(*tensors), operation.gpu_unsupported_reason
     if x.rows is None:
-        why, case = unsupported(x.q, x.k, x.v, widest=WIDEST), self_check.elementwise(CODES[number])
+        why, case = unsupported(x.q, x.k, x.v, widest=WIDEST), kernels.check_elementwise(CODES[number])
     else:
         why = unsupported(x.q, x.k, widest=WIDEST_PROJECTED) or unsupported(x.q, x.v, widest=WIDEST)
-        case = self_check.exponential(x.rows.shape[-2], x.q.shape[-1])
+        case = kernels.check_exponential(x.rows.shape[-2], x.q.shape[-1])
         if number == TRIGONOMETRIC:
             return why or "features of either sign"
         if not why and x.bias is not None and x.bias.requires_grad:
@@ -40,7 +40,7 @@ def serves(*tensors: Any, number: int, normalize: bool = True, **settings: Any) 
     if x.log_decay is not None:
         if not why and x.log_decay.shape[-1] > 1:
             return "a decay for every channel"
-        case = self_check.decayed(CODES[number], normalized=normalize)
+        case = kernels.check_decayed(CODES[number], normalized=normalize)
     return why or self_check.unsupported_reason(case, x.q, x.v, masked=x.key_mask is not None)
 
 
@@ -61,12 +61,12 @@ def attend(*tensors: Any, number: int, offset: float, eps: float, is_causal: boo
     x = Inputs(*tensors)
     q, k, v, shapes = x.q, x.k, x.v, [each.shape[:-2] for each in tensors[:3]]
     if x.rows is None or x.key_rows is None:
-        kernels = _elementwise(x.log_decay, torch.broadcast_shapes(*shapes), number, offset, eps, normalize)
+        kernel_set = _elementwise(x.log_decay, torch.broadcast_shapes(*shapes), number, offset, eps, normalize)
     else:
         batch_shape = torch.broadcast_shapes(*shapes, x.rows.shape[:-2])
-        kernels = _exponential(x.rows, x.key_rows, x.bias, batch_shape)
+        kernel_set = _exponential(x.rows, x.key_rows, x.bias, batch_shape)
         q, k = clamp(q.expand(*batch_shape, *q.shape[-2:])), clamp(k)
-    return calls.run(kernels, q, k, v, x.key_mask, is_causal=is_causal)
+    return calls.run(kernel_set, q, k, v, x.key_mask, is_causal=is_causal)
 
 
 def advance(
@@ -76,13 +76,13 @@ def advance(
     x = Inputs(*tensors)
     q, k, v, D, state = x.q, x.k, x.v, x.k.shape[-1], tensors[7:9]
     if x.rows is None or x.key_rows is None:
-        kernels = _elementwise(x.log_decay, q.shape[:-2], number, offset, eps, normalize)
+        kernel_set = _elementwise(x.log_decay, q.shape[:-2], number, offset, eps, normalize)
     else:
-        kernels, D = _exponential(x.rows, x.key_rows, x.bias, q.shape[:-2]), x.rows.shape[-2]
+        kernel_set, D = _exponential(x.rows, x.key_rows, x.bias, q.shape[:-2]), x.rows.shape[-2]
         q, k, state = clamp(q), clamp(k), tensors[7:10]
     first = None if x.kv is None else torch.cat([x.kv.flatten(-2), *state[1:]], -1)
     decodes = calls.steps(q, k, v, first, x.rows, x.key_rows, x.bias, x.log_decay)
-    out, last = calls.advance(kernels, q, k, v, x.key_mask, first, decodes=decodes)
+    out, last = calls.advance(kernel_set, q, k, v, x.key_mask, first, decodes=decodes)
     kv, z, *scales = last.split([D * v.shape[-1], *[D] * (len(state) - 1)], -1)
     return out, kv.unflatten(-1, (D, -1)), z, scales[0] if scales else torch.zeros_like(z[..., :1])
 
@@ -94,9 +94,9 @@ def packed(
     """Causal outputs from exponentials of sequences of so many tokens, one behind another."""
     chunk = exponential(q.shape[-1], exact=q.dtype == torch.float32).forward.chunk
     chunks = Chunks.of(lengths, chunk, q.device)
-    kernels = _exponential(rows, key_rows, bias, q.shape[:-2], chunks.begins)
+    kernel_set = _exponential(rows, key_rows, bias, q.shape[:-2], chunks.begins)
     q, k, v = (chunks.spread(x) for x in (clamp(q), clamp(k), v))
-    return chunks.gathered(calls.run(kernels, q, k, v, chunks.visible(key_mask), is_causal=True))
+    return chunks.gathered(calls.run(kernel_set, q, k, v, chunks.visible(key_mask), is_causal=True))
 
 
 def begun(log_decay: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -109,7 +109,7 @@ def _elementwise(
     log_decay: Tensor | None, batch_shape: torch.Size, number: int, offset: float, eps: float, normalize: bool
 ) -> KernelSet:
     logs = None if log_decay is None else calls.as_heads(log_decay, batch_shape)[..., 0]
-    return elementwise.kernel_set(eps, CODES[number], offset, logs, normalized=normalize)
+    return kernels.elementwise(eps, CODES[number], offset, logs, normalized=normalize)
 
 
 def _exponential(
@@ -121,4 +121,4 @@ def _exponential(
 
     queries = flat(rows)
     keys = queries if key_rows is rows else flat(key_rows)
-    return exponentials.kernel_set(queries, keys, None if bias is None else flat(bias)[:, 0], begins)
+    return kernels.exponential(queries, keys, None if bias is None else flat(bias)[:, 0], begins)
