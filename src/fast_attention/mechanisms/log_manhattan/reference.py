@@ -17,7 +17,6 @@ from fast_attention.engine.chunks import first_visible
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.engine.tracing import replaced
 from fast_attention.mechanisms.aft import reference as pool
-from fast_attention.mechanisms.log_manhattan.sums import Settings
 
 Mask = Bool[Tensor, "*#batch2 keys"]
 
@@ -43,13 +42,6 @@ def read(
     count, plain, weighted, scores = sums.split([1, values, values, sums.shape[-1] - 1 - 2 * values], -1)
     numerator = a * plain + weighted
     return pool.quotient(numerator, count * a + scores) if normalized else numerator
-
-
-def log_sums(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: Settings) -> Tensor:
-    """``read`` with the sums over all keys, or, causal, over those up to each query."""
-    rows = terms(settings.score(k), v, key_mask)
-    rows = pool.last_rows(prefix_sums(rows), q.shape[-2]) if settings.is_causal else rows.sum(-2, keepdim=True)
-    return read(settings.score(q), rows, v.shape[-1], normalized=settings.divisor == "scores")
 
 
 class Differences(NamedTuple):
@@ -135,14 +127,3 @@ def combined(earlier: Differences, later: Differences) -> Differences:
     weighted = earlier.weighted + later.weighted + (later.anchor - anchor) * later.plain
     first = torch.where(known, earlier.first, later.first)
     return Differences(anchor, first, earlier.number + later.number, earlier.plain + later.plain, weighted)
-
-
-def manhattan_sums(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: Settings) -> Tensor:
-    """``h_i v_i + sum_j (l_j - l_i) v_j``, the queries being the keys; the sum over the number of visible keys."""
-    (h, l), x = settings.score(k), masks.drop(v, key_mask)
-    out = signed(l, x, key_mask, is_causal=settings.is_causal)
-    if settings.divisor == "count":
-        ones = pool.visible_ones(l[..., :1], key_mask)
-        count = prefix_sums(ones) if settings.is_causal else ones.sum(-2, keepdim=True)
-        out = out / count.clamp(min=1.0)
-    return masks.drop(h, key_mask) * x + out
