@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention.engine import masks, trace
-from fast_attention.engine.blocks import narrow, split
+from fast_attention.engine.blocks import narrow
 from fast_attention.engine.chunks import chunks_of
 from fast_attention.engine.heads import short
 from fast_attention.engine.operation import Fast, NotServed, Operation, like_queries
@@ -91,12 +91,10 @@ def far(sums: Tensor, reach: int, *, before: bool, after: bool) -> Tensor:
 
 def block_weights(band: Tensor, plan: Plan) -> Float[Tensor, "groups #blocks size keys"]:
     """The weights of every block: exp(w) in the window of each query, and 1, or 0, around it; one serves equal rows."""
-    reach, size, keys = band.shape[-1] // 2, plan.size, plan.keys
+    reach = band.shape[-1] // 2
     taps = (band[..., : reach + 1] if plan.is_causal else band).exp()
-    rows = taps.expand(-1, size, -1)[:, None] if taps.shape[-2] == 1 else split(taps, size)
-    shift, around = plan.reach - reach, 0.0 if plan.strict else 1.0
-    rows = F.pad(rows, (shift, keys + 1 - shift - rows.shape[-1]), value=around)
-    weights = rows.flatten(-2)[..., : size * keys].unflatten(-1, (size, keys))  # a row starts a column later
+    around = 0.0 if plan.strict else 1.0
+    weights = reference_biased.skewed(taps, plan.size, plan.keys, plan.reach - reach, around)
     return weights.tril(plan.reach) if plan.is_causal else weights
 
 

@@ -62,11 +62,7 @@ def signed(
     is_causal: bool,
 ) -> Float[Tensor, "*batch keys values"]:
     """``sum_j (l_j - l_i) x_j`` for every i over the keys that it may see; the x of others must be zero."""
-    if is_causal:
-        return relative(l, running(l, x, x, key_mask))
-    count = pool.visible_ones(l[..., :1], key_mask).sum(-2, keepdim=True).clamp(min=1.0)
-    l = l - masks.drop(l, key_mask).sum(-2, keepdim=True).detach() / count
-    return (l * x).sum(-2, keepdim=True) - l * x.sum(-2, keepdim=True)
+    return relative(l, (running if is_causal else summarised)(l, x, x, key_mask))
 
 
 def relative(l: Float[Tensor, "*batch keys weights"], sums: Differences) -> Float[Tensor, "*batch keys values"]:
