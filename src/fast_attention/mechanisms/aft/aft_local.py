@@ -270,22 +270,6 @@ class WindowState(NamedTuple):
     position: Int[Tensor, ""]  # tokens so far
 
 
-def one_row(
-    biases: Float[Tensor, "#heads 1 window"],
-    scores: Float[Tensor, "*batch heads keys width"],
-    values_and_ones: Float[Tensor, "*batch heads keys sums"],
-    *,
-    strict: bool,
-) -> Float[Tensor, "*batch heads 1 sums"]:
-    """The sums of one new token, up to a factor, over its window and the row of all earlier keys in front of it."""
-    if strict:
-        scores, values_and_ones = scores[..., 1:, :], values_and_ones[..., 1:, :]
-    else:
-        biases = F.pad(biases, (1, 0))
-    scores = scores + biases.mT
-    return reference.pooled(scores, values_and_ones).sums
-
-
 def advanced(
     q: Tensor, k: Tensor, v: Tensor, band: Tensor, state: WindowState | None, *, strict: bool, key_mask: Tensor | None
 ) -> tuple[Tensor, WindowState]:
@@ -304,7 +288,8 @@ def advanced(
         position = state.position
     if not symbolic() and length == 1:
         trace.record("one token against its window", "decoding token by token", window=window)
-        sums = one_row(band[..., :window], scores, values_and_ones, strict=strict)
+        biases, first = (band[..., :window], 1) if strict else (F.pad(band[..., :window], (1, 0)), 0)
+        sums = reference.pooled(scores[..., first:, :] + biases.mT, values_and_ones[..., first:, :]).sums
     else:
         if band.shape[-2] > 1:
             band = F.pad(band, (0, 0, window, 0))
