@@ -112,16 +112,13 @@ class ALiBi(Bias):
         if self.slopes is not None and len(self.slopes) != heads:
             raise ValueError(f"{self!r}: these are slopes of {len(self.slopes)} heads, and q has {heads}")
         slopes = alibi_slopes(heads) if self.slopes is None else self.slopes
-        return Terms(_fall(torch.tensor(slopes, dtype=dtype_of(like), device=offsets.device), offsets))
+        slopes = torch.tensor(slopes, dtype=dtype_of(like), device=offsets.device)
+        return Terms(-slopes[:, None] * offsets.abs())
 
     def of_heads(self, first: int, number: int, heads: int) -> ALiBi:
         """That of ``number`` heads from ``first`` on, of ``heads``."""
         slopes = tuple(alibi_slopes(heads)) if self.slopes is None else self.slopes
         return ALiBi(slopes[first : first + number])
-
-
-def _fall(slopes: Float[Tensor, "heads"], offsets: Int[Tensor, "offsets"]) -> Float[Tensor, "heads offsets"]:
-    return -slopes[:, None] * offsets.abs()
 
 
 class BucketWeights(NamedTuple):

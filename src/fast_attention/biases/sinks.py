@@ -51,10 +51,10 @@ class SinksMixin:
     def traits(self) -> Traits:  # type: ignore[override]
         """Traits with sinks and a bias, learned where they are, and no approximation of attention without them."""
         traits = learned(self.base_traits) if self.sinks else self.base_traits
-        if self.bias is None:
+        bias = self.bias
+        if bias is None:
             return traits
-        traits = replace(traits, rotary=traits.rotary and self.bias.rotary)
-        return _added(traits, self.bias.paper, f"scores + {self.bias.formula}", learned=self.bias.learned)
+        return _added(traits, bias.paper, f"scores + {bias.formula}", learned=bias.learned, rotary=bias.rotary)
 
     @property
     def is_plain(self) -> bool:
@@ -91,9 +91,9 @@ def learned(traits: Traits) -> Traits:
     return _added(traits, PAPER, "a sink's exp(s_h) in every normaliser", learned=True)
 
 
-def _added(traits: Traits, paper: str, formula: str, *, learned: bool) -> Traits:
+def _added(traits: Traits, paper: str, formula: str, *, learned: bool, rotary: bool = True) -> Traits:
     """The traits of a mechanism to which a paper adds something."""
     return replace(
         traits, paper=f"{traits.paper}; {paper}", formula=f"{traits.formula}, with {formula}",
-        learned=traits.learned or learned, approximates=None,
+        rotary=traits.rotary and rotary, learned=traits.learned or learned, approximates=None,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -40,12 +40,13 @@ class Rules:
     scale: float
 
 
-def hashed_softmax(q: Tokens, v: Tokens, bucket: Codes, *, rules: Rules) -> Tokens:
+def hashed_softmax(q: Tokens, v: Tokens, bucket: Codes, **numbers: Any) -> Tokens:
     """``sum_j exp(s_ij) v_j / sum_j exp(s_ij)``, ``s_ij = scale q_i . q_j / |q_j|``, and v_i where nothing is reached.
 
     Sums go over the keys that a query reaches in any round, itself left out. Bucket ``rules.number`` holds what is
     masked. Time and memory O(rounds n size). Autograd follows it; ``compiled.py`` computes the same.
     """
+    rules = Rules(**numbers)
     arranged = arrange(bucket, number=rules.number, size=rules.size, ranked=rules.ranked, across=rules.across)
     k = F.normalize(q, dim=-1, eps=SHORTEST)
     orders, backs, codes = (x.unbind(-2) for x in arranged)
