@@ -78,7 +78,7 @@ class _Pass(NamedTuple):
         if self.maps is None:
             return b, x, None if self.h is None else self.h[..., at, :]
         mask, (b, h) = None if self.key_mask is None else self.key_mask[..., at], self.maps.keys(b)
-        return masks.drop(b, mask), masks.drop(x, mask), h
+        return masks.drop(b, mask if h is None else None), masks.drop(x, mask), h  # with h, b is that of a query too
 
     def counts(self, at: slice) -> Tensor:
         """How many keys some queries see."""
