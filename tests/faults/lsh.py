@@ -4,7 +4,7 @@ from tests.faults.fault import ORACLE, Fault
 
 GPU, HASHED = "mechanisms/lsh/gpu.py", "tests/gpu/test_hashed.py"
 FAULTS = [
-    Fault("a key counts once per round", "mechanisms/lsh/reference.py", "codes[0 if distinct else r : r + 1]", "codes[r : r + 1]",
+    Fault("a key counts once per round", "mechanisms/lsh/reference.py", "codes[0 if rules.distinct else r : r + 1]", "codes[r : r + 1]",
           ORACLE + "LSH"),
     Fault("chunks are counted along the whole sequence", "mechanisms/lsh/reference.py",
           "(ranks(ascending) if ranked else position) // size", "position // size", "tests/lsh/test_lsh.py -k later_tokens"),
@@ -14,7 +14,7 @@ FAULTS = [
           "keys_right, left=None, right=0, device", ORACLE + "LSH"),
     Fault("the chunk before is out of reach", "mechanisms/lsh/reference.py", "smaller(2 * size - 1 if ranked else size, length - 1)",
           "smaller(size - 1, length - 1)", "tests/lsh/test_lsh.py -k dense"),
-    Fault("rounds are added up as they are", "mechanisms/lsh/reference.py", "(log_scales - log_scale).exp()",
+    Fault("rounds are added up as they are", "mechanisms/lsh/reference.py", "(log_scales - log_scales.amax(0)).exp()",
           "torch.ones_like(log_scales)", ORACLE + "LSH"),
     Fault("the core is told that all is counted once", "mechanisms/lsh/compiled.py", "rules.is_causal, rules.distinct)",
           "rules.is_causal, True)", "tests/lsh/test_hash_attention.py -k core_is_the_reference"),

@@ -66,7 +66,7 @@ def test_the_core_is_the_reference(kind: str, length: int) -> None:
     for masked, (width, values) in itertools.product((False, True), ((8, 16), (33, 5))):
         scale = 30.0 if masked == (width == 33) else 1.0
         q, v, bucket, seen = case(rules, length, masked, width=width, values=values, scale=scale)
-        exact = outputs(hashed_softmax, q.double(), v.double(), bucket, seen, rules=rules)
+        exact = outputs(hashed_softmax, q.double(), v.double(), bucket, seen, **vars(rules))
         with trace.recorded() as steps:
             ours = outputs(hashed_attention, q, v, bucket, seen, **vars(rules))
         assert [step.path for step in steps] == ["compiled core: chunks of hashed tokens"]
@@ -80,7 +80,7 @@ def test_a_segment_of_queries_sees_the_keys_of_others(is_causal: bool, masked: b
     """Long sequences are cut into several items of work."""
     rules = Rules(32, 64, True, False, is_causal, True, 1.0)
     q, v, bucket, seen = case(rules, 4333, masked)
-    exact = outputs(hashed_softmax, q.double(), v.double(), bucket, seen, rules=rules)
+    exact = outputs(hashed_softmax, q.double(), v.double(), bucket, seen, **vars(rules))
     near(outputs(hashed_attention, q, v, bucket, seen, **vars(rules)), exact, 5e-6)
 
 
@@ -91,7 +91,7 @@ def test_the_core_reads_and_writes_16_bits(dtype: torch.dtype, length: int) -> N
     rules = KINDS["causal"]
     q, v, bucket, seen = case(rules, length, False, width=16, values=16)
     q, v = q.to(dtype), v.to(dtype)
-    exact = outputs(hashed_softmax, q.double(), v.double(), bucket, seen, rules=rules)
+    exact = outputs(hashed_softmax, q.double(), v.double(), bucket, seen, **vars(rules))
     ours = outputs(compiled.hashed_attention, q, v, bucket, seen, **vars(rules))
     assert all(x.dtype == dtype for x in ours)
     near(ours, exact, 2e-2 if dtype == torch.bfloat16 else 2e-3)
@@ -168,7 +168,7 @@ def test_one_gradient_alone_and_twice(dtype: torch.dtype) -> None:
     (ours,) = torch.autograd.grad(hashed_attention(q, v, bucket, **vars(rules)).square().sum(), v, create_graph=True)
     (again,) = torch.autograd.grad(ours.square().sum(), v)
     assert again.isfinite().all()
-    (theirs,) = torch.autograd.grad(hashed_softmax(q, v, bucket, rules=rules).square().sum(), v)
+    (theirs,) = torch.autograd.grad(hashed_softmax(q, v, bucket, **vars(rules)).square().sum(), v)
     torch.testing.assert_close(ours, theirs)
 
 
@@ -179,4 +179,4 @@ def test_without_the_core_the_reference_runs_and_says_why(monkeypatch: pytest.Mo
     with trace.recorded() as steps:
         out = hashed_attention(q, v, bucket, **vars(rules))
     assert [(step.path, step.why) for step in steps] == [("banded products over sorted tokens", "nobody built it")]
-    assert torch.equal(out, hashed_softmax(q, v, bucket, rules=rules))
+    assert torch.equal(out, hashed_softmax(q, v, bucket, **vars(rules)))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from fast_attention.biases.sinks import SinksMixin, learned
+from fast_attention.biases.sinks import SinksMixin
 from fast_attention.engine.offsets import Positions, Terms
-from fast_attention.traits import Shape, Traits
+from fast_attention.traits import Shape
 from fast_attention.value import Value, at_least
 
 
@@ -56,50 +56,13 @@ class BiasMixin(SinksMixin):
 
     bias: Bias | None
 
-    @property
-    def traits(self) -> Traits:  # type: ignore[override]
-        """Traits with the bias, learned where it is, and no approximation of unbiased attention."""
-        traits = self.base_traits  # torch.compile reads no property of super()
-        traits = learned(traits) if self.sinks else traits
-        return traits if self.bias is None else _traits(traits, self.bias)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether scores are dot products alone."""
-        return self.bias is None and not self.sinks
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether there are sinks, or the bias is learned."""
-        return self.sinks or (self.bias is not None and self.bias.learned)
-
-    def weights(self, shape: Shape) -> Any:
-        """Fresh weights of the bias, behind the scores of the sinks."""
-        bias = () if self.bias is None else self.bias.weights(shape)
-        return super().weights(shape)._replace(bias=bias) if self.sinks else bias
-
     def positions(self, q: Tensor, w: Any, scale: float | None) -> tuple[Tensor, Positions | None]:
-        """The queries that keys meet, and the terms of offsets."""
-        return of(self.bias, q, w.bias if self.sinks else w, scale)
-
-
-def of(bias: Bias | None, q: Tensor, w: Any, scale: float | None) -> tuple[Tensor, Positions | None]:
-    """The queries that keys meet, and the terms of offsets; as they came and None without a bias."""
-    if bias is None:
-        return q, None
-    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    return bias.queries(q, w), functools.partial(bias.terms, w=w, like=q, scale=factor)
-
-
-def _traits(traits: Traits, bias: Bias) -> Traits:
-    return replace(
-        traits,
-        paper=f"{traits.paper}; {bias.paper}",
-        formula=f"{traits.formula}, with scores + {bias.formula}",
-        rotary=traits.rotary and bias.rotary,
-        learned=traits.learned or bias.learned,
-        approximates=None,
-    )
+        """The queries that keys meet, and the terms of offsets; as they came and None without a bias."""
+        if self.bias is None:
+            return q, None
+        factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
+        w = w.bias if self.sinks else w
+        return self.bias.queries(q, w), functools.partial(self.bias.terms, w=w, like=q, scale=factor)
 
 
 def dtype_of(like: Tensor) -> torch.dtype:
@@ -149,16 +112,13 @@ class ALiBi(Bias):
         if self.slopes is not None and len(self.slopes) != heads:
             raise ValueError(f"{self!r}: these are slopes of {len(self.slopes)} heads, and q has {heads}")
         slopes = alibi_slopes(heads) if self.slopes is None else self.slopes
-        return Terms(_fall(torch.tensor(slopes, dtype=dtype_of(like), device=offsets.device), offsets))
+        slopes = torch.tensor(slopes, dtype=dtype_of(like), device=offsets.device)
+        return Terms(-slopes[:, None] * offsets.abs())
 
     def of_heads(self, first: int, number: int, heads: int) -> ALiBi:
         """That of ``number`` heads from ``first`` on, of ``heads``."""
         slopes = tuple(alibi_slopes(heads)) if self.slopes is None else self.slopes
         return ALiBi(slopes[first : first + number])
-
-
-def _fall(slopes: Float[Tensor, "heads"], offsets: Int[Tensor, "offsets"]) -> Float[Tensor, "heads offsets"]:
-    return -slopes[:, None] * offsets.abs()
 
 
 class BucketWeights(NamedTuple):

@@ -40,24 +40,36 @@ class SinksMixin:
     """Adds ``sinks`` to the settings of a mechanism of softmax: one learned score of each head, and its traits.
 
     A subclass is a frozen dataclass with the field ``sinks``, and gives its traits without them as ``base_traits``.
+    Its weights are those of the sinks and of a ``bias``, where there is one.
     """
 
     sinks: bool = False
+    bias: Any = None
     base_traits: ClassVar[Traits]
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Traits with the sinks, learned, and no approximation of attention without them."""
-        return learned(self.base_traits) if self.sinks else self.base_traits
+        """Traits with sinks and a bias, learned where they are, and no approximation of attention without them."""
+        traits = learned(self.base_traits) if self.sinks else self.base_traits
+        bias = self.bias
+        if bias is None:
+            return traits
+        return _added(traits, bias.paper, f"scores + {bias.formula}", learned=bias.learned, rotary=bias.rotary)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are dot products alone."""
+        return self.bias is None and not self.sinks
 
     @property
     def needs_weights(self) -> bool:
-        """Whether there are sinks."""
-        return self.sinks
+        """Whether there are sinks, or the bias is learned."""
+        return self.sinks or (self.bias is not None and self.bias.learned)
 
     def weights(self, shape: Shape) -> Any:
-        """The scores of the sinks, which begin small, as gpt-oss's do."""
-        return SinkWeights(nn.Parameter(torch.randn(shape.heads) * 0.02)) if self.sinks else ()
+        """Fresh weights of the bias, behind the scores of the sinks, which begin small, as gpt-oss's do."""
+        bias = () if self.bias is None else self.bias.weights(shape)
+        return SinkWeights(nn.Parameter(torch.randn(shape.heads) * 0.02), bias) if self.sinks else bias
 
     def sinks_of(self, w: Any) -> Tensor | None:
         """The scores of the sinks; None without."""
@@ -76,5 +88,12 @@ class SinksMixin:
 
 def learned(traits: Traits) -> Traits:
     """The traits of a mechanism that has sinks."""
-    paper, formula = f"{traits.paper}; {PAPER}", f"{traits.formula}, with a sink's exp(s_h) in every normaliser"
-    return replace(traits, paper=paper, formula=formula, learned=True, approximates=None)
+    return _added(traits, PAPER, "a sink's exp(s_h) in every normaliser", learned=True)
+
+
+def _added(traits: Traits, paper: str, formula: str, *, learned: bool, rotary: bool = True) -> Traits:
+    """The traits of a mechanism to which a paper adds something."""
+    return replace(
+        traits, paper=f"{traits.paper}; {paper}", formula=f"{traits.formula}, with {formula}",
+        rotary=traits.rotary and rotary, learned=traits.learned or learned, approximates=None,
+    )  # fmt: skip

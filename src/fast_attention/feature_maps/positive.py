@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -25,10 +24,6 @@ class Positive(Value, ABC):
 
     To use your own, subclass it as a ``@dataclass(frozen=True, repr=False)`` with ``__call__`` and ``log``.
     """
-
-    fixed: ClassVar[bool] = (
-        False  # True: nothing to learn inside, so that blocks of z may be mapped again for gradients
-    )
 
     @abstractmethod
     def __call__(self, z: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -60,7 +55,6 @@ class PositiveSoftplus(Positive):
             on as z itself.
     """
 
-    fixed: ClassVar[bool] = True
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -94,7 +88,6 @@ class PositiveExp(Positive):
         limit: Where h itself is needed (not its logarithm), z is cut off here, so that h stays finite.
     """
 
-    fixed: ClassVar[bool] = True
     limit: float = 15.0
 
     def __call__(self, z: Tensor) -> Tensor:
@@ -114,8 +107,6 @@ class PositiveExp(Positive):
 class PositiveElu(Positive):
     """``h = elu(z) + 1``: z + 1 above zero, e^z below, as in linear attention."""
 
-    fixed: ClassVar[bool] = True
-
     def __call__(self, z: Tensor) -> Tensor:
         """``elu(z) + 1``."""
         return torch.where(z < 0, at_most(z, 0.0).exp(), z + 1)
@@ -133,7 +124,6 @@ class PositiveRelu(Positive):
         eps: Added to h, above 0.
     """
 
-    fixed: ClassVar[bool] = True
     eps: float = 1e-6
 
     def __post_init__(self) -> None:

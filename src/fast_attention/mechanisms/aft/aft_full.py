@@ -30,8 +30,6 @@ RANGE = 40.0  # keys may rise by this, and biases differ by this: sums stay abov
 
 def one_scale_is_enough(k: Tensor, bias: Tensor, *, any_masked: bool) -> bool:
     """Whether one log scale per channel serves every causal query, and the biases need none beside it."""
-    if k.shape[-2] == 0:
-        return True
     rise = (k.amax(-2) - (fast.smallest(k) if any_masked else k[..., 0, :])).amax()
     low, high = bias.detach().aminmax()
     return bool((rise <= RANGE) & (high - low <= RANGE))

@@ -11,6 +11,7 @@ and each head is a group where they do not, with one row of biases for all posit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,23 +58,19 @@ class PaddedRows:
 
     def __init__(self, like: Tensor, plan: Plan) -> None:
         tokens = grouped(like, plan)
-        length, self.reach = tokens.shape[1], plan.reach
+        length, reach = tokens.shape[1], plan.reach
         self.count = -(-length // plan.size)
-        rows = self.count * plan.size + 2 * plan.reach
+        rows = self.count * plan.size + 2 * reach
         self.all = like.new_empty(len(tokens), rows, *tokens.shape[2:-1], 2 * like.shape[-1])
-        self.all[:, : plan.reach].zero_()
-        self.all[:, plan.reach + length :].zero_()
-        self.tokens = self.all[:, plan.reach : plan.reach + length]
-        self.flat = self.all.flatten(2)
-        self.blocks = self.flat.unflatten(1, (-1, plan.size))
-        self.width = self.flat.shape[-1]
-        self.steps = (rows * self.width, plan.size * self.width, self.width, 1)
-        self.windows = self.flat.as_strided((len(tokens), self.count, plan.keys, self.width), self.steps)
-
-    @property
-    def inner(self) -> Tensor:
-        """The blocks (group, blocks, size, width) of the tokens."""
-        return self.blocks[:, (first := self.reach // self.blocks.shape[2]) : first + self.count]
+        self.all[:, :reach].zero_()
+        self.all[:, reach + length :].zero_()
+        self.tokens = self.all[:, reach : reach + length]
+        flat = self.all.flatten(2)
+        self.width = flat.shape[-1]
+        self.blocks = flat.unflatten(1, (-1, plan.size))
+        self.inner = self.blocks[:, (first := reach // plan.size) : first + self.count]  # those of the tokens
+        steps = (rows * self.width, plan.size * self.width, self.width, 1)
+        self.windows = flat.as_strided((len(tokens), self.count, plan.keys, self.width), steps)
 
 
 def grouped(x: Tensor, plan: Plan) -> Tensor:
@@ -92,56 +89,37 @@ def far(sums: Tensor, reach: int, *, before: bool, after: bool) -> Tensor:
     return total.to(sums.dtype)
 
 
-class Weights:
-    """The weights of a few blocks at a time: exp(w) in the window of each query and 1, or 0, around it."""
-
-    def __init__(self, band: Tensor, plan: Plan, count: int) -> None:
-        reach = band.shape[-1] // 2
-        self.taps = band[..., : reach + 1] if plan.is_causal else band
-        self.plan, self.per_head = plan, not plan.shared
-        count = len(band) if self.per_head else count
-        self.all = band.new_full((count, plan.size, plan.keys), 0.0 if plan.strict else 1.0)
-        if plan.is_causal:
-            self.all.tril_(plan.reach)
-        self.shift = plan.reach - reach
-        if self.per_head:
-            self.skewed(self.all).copy_(self.taps.exp())
-
-    def skewed(self, blocks: Tensor) -> Tensor:
-        """The windows (blocks, size, taps) of ``blocks`` (blocks, size, keys), row a starting a columns later."""
-        size, keys = blocks.shape[1:]
-        steps = (size * keys, keys + 1, 1)
-        return blocks.as_strided((len(blocks), size, self.taps.shape[-1]), steps, blocks.storage_offset() + self.shift)
-
-    def of(self, group: int, at: slice) -> Tensor:
-        """The weights of the blocks ``at``."""
-        if self.per_head:
-            return self.all[group].expand(at.stop - at.start, -1, -1)
-        size, blocks = self.plan.size, self.all[: at.stop - at.start]
-        rows = self.taps[0, at.start * size : at.stop * size]
-        full, rest = divmod(len(rows), size)
-        inside = self.skewed(blocks)
-        torch.exp(rows[: full * size].unflatten(0, (full, size)), out=inside[:full])
-        if rest:
-            torch.exp(rows[full * size :], out=inside[full, :rest])
-        return blocks
+def block_weights(band: Tensor, plan: Plan) -> Float[Tensor, "groups #blocks size keys"]:
+    """The weights of every block: exp(w) in the window of each query, and 1, or 0, around it; one serves equal rows."""
+    reach = band.shape[-1] // 2
+    taps = (band[..., : reach + 1] if plan.is_causal else band).exp()
+    around = 0.0 if plan.strict else 1.0
+    weights = reference_biased.skewed(taps, plan.size, plan.keys, plan.reach - reach, around)
+    return weights.tril(plan.reach) if plan.is_causal else weights
 
 
 RANGE = 30.0  # keys may rise by this, and biases lie this far from 0: sums stay above exp(-60)
 
 
-def _chunks(terms: PaddedRows, plan: Plan) -> list[slice]:
-    """Chunks of as many blocks as make ``NUMBERS`` sums."""
-    return chunks_of(max(1, NUMBERS // (plan.size * terms.width)), terms.count)
+Place = tuple[int, slice]  # a group, and some of its blocks or tokens
 
 
-def _around(terms: PaddedRows, plan: Plan, *, before: bool, after: bool) -> Tensor | None:
-    """For each block the sums over the blocks outside its products."""
-    return None if plan.strict else far(terms.inner.sum(2), plan.reach // plan.size, before=before, after=after)
+def _chunks(
+    terms: PaddedRows, weights: Tensor, plan: Plan
+) -> Iterator[tuple[Place, Place, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Walk over chunks of blocks: each has about ``NUMBERS`` sums and lies in one group.
 
-
-def _tokens(at: slice, plan: Plan, length: int) -> slice:
-    return slice(at.start * plan.size, min(at.stop * plan.size, length))
+    Yields the blocks and their tokens, weights (blocks, size, keys), memory for sums (blocks, size, width) that all
+    chunks share, and the rows of the tokens in it.
+    """
+    places = chunks_of(max(1, NUMBERS // (plan.size * terms.width)), terms.count)
+    memory, sizes = terms.all.new_empty(places[0].stop, plan.size, terms.width), (-1, *terms.all.shape[2:])
+    weights, length = weights.expand(-1, terms.count, -1, -1), terms.tokens.shape[1]
+    for group in range(len(terms.all)):
+        for at in places:
+            tokens = slice(at.start * plan.size, min(at.stop * plan.size, length))
+            sums = memory[: at.stop - at.start]
+            yield (group, at), (group, tokens), weights[group, at], sums, sums.view(sizes)[: tokens.stop - tokens.start]
 
 
 def _terms(k: Tensor, v: Tensor, plan: Plan) -> PaddedRows:
@@ -151,84 +129,62 @@ def _terms(k: Tensor, v: Tensor, plan: Plan) -> PaddedRows:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, keep: bool, plan: Plan
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, weights: Tensor, *, keep: bool, plan: Plan
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     terms, out = _terms(k, v, plan), torch.empty_like(q)
-    saved = torch.empty_like(q) if keep else None
-    around = _around(terms, plan, before=True, after=not plan.is_causal)
-    chunks = _chunks(terms, plan)
-    weights = Weights(band, plan, chunks[0].stop)
-    workspace = k.new_empty(chunks[0].stop, plan.size, terms.width)
-    queries, outputs = grouped(q, plan), grouped(out, plan)
-    for group in range(len(terms.all)):
-        for at in chunks:
-            sums, tokens = workspace[: at.stop - at.start], _tokens(at, plan, k.shape[-2])
-            torch.bmm(weights.of(group, at), terms.windows[group, at], out=sums)
-            if around is not None:
-                sums.add_(around[group, at, None])
-            rows = sums.view(-1, *terms.all.shape[2:])[: tokens.stop - tokens.start]
-            denominators = fast.gate(queries[group, tokens], rows, outputs[group, tokens], any_masked=plan.any_masked)
-            if saved is not None:
-                grouped(saved, plan)[group, tokens] = denominators
-    return out, () if saved is None else (saved,)
+    saved = (torch.empty_like(q),) if keep else ()
+    around = None  # for each block the sums over the blocks outside its products
+    if not plan.strict:
+        around = far(terms.inner.sum(2), plan.reach // plan.size, before=True, after=not plan.is_causal)
+    queries, outputs, *denominators = (grouped(x, plan) for x in (q, out, *saved))
+    for blocks, tokens, own, sums, rows in _chunks(terms, weights, plan):
+        torch.bmm(own, terms.windows[blocks], out=sums)
+        if around is not None:
+            sums.add_(around[blocks][:, None])
+        divisors = fast.gate(queries[tokens], rows, outputs[tokens], any_masked=plan.any_masked)
+        for each in denominators:
+            each[tokens] = divisors
+    return out, saved
 
 
 def _backward(
     inputs: tuple[Any, ...], outputs: tuple[Any, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, plan: Plan,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    (q, k, v, band), d_inputs = inputs, [torch.empty_like(x) for x in inputs[:3]]
+    (q, k, v, _, weights), d_inputs = inputs, [torch.empty_like(x) for x in inputs[:3]]
     terms, d_terms = _terms(k, v, plan), PaddedRows(k, plan)
     d_terms.all.zero_()
-    d_band = torch.zeros_like(band) if band.requires_grad else None
-    chunks = _chunks(terms, plan)
-    weights = Weights(band, plan, chunks[0].stop)
-    workspace = k.new_empty(chunks[0].stop, plan.size, terms.width)
+    d_weights = torch.zeros_like(weights) if weights.requires_grad else None
     sides = [grouped(x, plan) for x in (q, gradients[0], outputs[0], saved[0], d_inputs[0])]
     totals = k.new_empty(len(terms.all), terms.count, terms.width)
-    for group in range(len(terms.all)):
-        for at in chunks:
-            d_sums, tokens = workspace[: at.stop - at.start], _tokens(at, plan, k.shape[-2])
-            rows = d_sums.view(-1, *terms.all.shape[2:])
-            rows[tokens.stop - tokens.start :].zero_()
-            fast.gate_vjp(*(x[group, tokens] for x in sides), d_sums=rows[: tokens.stop - tokens.start])
-            torch.sum(d_sums, 1, out=totals[group, at])
-            _add_to_keys(weights.of(group, at), d_sums, d_terms.blocks[group], at.start)
-            if d_band is not None:
-                _add_to_band(d_band, weights, d_sums @ terms.windows[group, at].mT, group, tokens)
+    for blocks, tokens, own, d_sums, rows in _chunks(terms, weights, plan):
+        d_sums[-1].zero_()  # which may have rows behind the last token
+        fast.gate_vjp(*(x[tokens] for x in sides), d_sums=rows)
+        torch.sum(d_sums, 1, out=totals[blocks])
+        group, at = blocks
+        for i, columns in enumerate(own.split(plan.size, -1)):  # the blocks of keys that the products took in
+            d_terms.blocks[group, at.start + i : at.stop + i].baddbmm_(columns.mT, d_sums)
+        if d_weights is not None:
+            d_own = d_sums @ terms.windows[blocks].mT
+            if weights.shape[1] > 1:
+                d_weights[blocks] = d_own
+            else:
+                d_weights[group, 0] += d_own.sum(0)
     if not plan.strict:
         reach = plan.reach // plan.size
         d_terms.inner.add_(far(totals, reach, before=not plan.is_causal, after=True)[:, :, None])
     values, dk, dv = (grouped(x, plan) for x in (v, *d_inputs[1:]))
     fast.weigh_vjp(values, terms.tokens[..., v.shape[-1] :], d_terms.tokens, dk, dv)
-    return *d_inputs, d_band
+    return *d_inputs, None, d_weights
 
 
-def _add_to_keys(weights: Tensor, d_sums: Tensor, d_terms: Tensor, start: int) -> None:
-    """Add the gradients of the products to the blocks of keys that they took in."""
-    count, size = d_sums.shape[:2]
-    for i, columns in enumerate(weights.split(size, -1)):
-        d_terms[start + i : start + i + count].baddbmm_(columns.mT, d_sums)
-
-
-def _add_to_band(d_band: Tensor, weights: Weights, d_weights: Tensor, group: int, tokens: slice) -> None:
-    """Add the gradients of the weights of a few blocks to that of the biases."""
-    taps = weights.taps.shape[-1]
-    if weights.per_head:
-        inside = weights.skewed(d_weights.sum(0, keepdim=True))
-        d_band[group, 0, :taps] += inside.sum((0, 1)) * weights.taps[group, 0].exp()
-        return
-    inside = weights.skewed(d_weights).flatten(0, 1)[: tokens.stop - tokens.start]
-    torch.mul(inside, weights.taps[0, tokens].exp(), out=d_band[0, tokens, :taps])
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, plan: Plan) -> Tensor:
+def _plain(q: Tensor, k: Tensor, v: Tensor, band: Tensor, weights: Tensor, *, plan: Plan) -> Tensor:
     settings = {"is_causal": plan.is_causal, "strict": plan.strict, "any_masked": plan.any_masked}
     return window_sums(q, k, v, band, **settings)
 
 
 _FAST = Fast(_forward, _backward)
-_BLOCKS = Operation(_plain, cpu=_FAST, cuda=_FAST)
+_BLOCKS = Operation(_plain, cpu=_FAST, cuda=_FAST)  # the reference reads the band, the others the weights made of it
 
 
 def one_scale_is_enough(k: Tensor, band: Tensor, plan: Plan) -> bool:
@@ -263,7 +219,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, band: Tensor, **settings: bool) 
     why = "all heads share each position's biases" if plan.shared else "a head's biases are the same at all positions"
     trace.record("products of blocks of queries with their neighbours", why, block=plan.size, keys=plan.keys)
     band = band[..., reach - near : reach + near + 1]
-    return _BLOCKS(q, k, v, band.expand(-1, length, -1) if plan.shared else band, plan=plan)
+    return _BLOCKS(q, k, v, band, block_weights(band, plan), plan=plan)
 
 
 windowed = Operation(
@@ -314,22 +270,6 @@ class WindowState(NamedTuple):
     position: Int[Tensor, ""]  # tokens so far
 
 
-def one_row(
-    biases: Float[Tensor, "#heads 1 window"],
-    scores: Float[Tensor, "*batch heads keys width"],
-    values_and_ones: Float[Tensor, "*batch heads keys sums"],
-    *,
-    strict: bool,
-) -> Float[Tensor, "*batch heads 1 sums"]:
-    """The sums of one new token, up to a factor, over its window and the row of all earlier keys in front of it."""
-    if strict:
-        scores, values_and_ones = scores[..., 1:, :], values_and_ones[..., 1:, :]
-    else:
-        biases = F.pad(biases, (1, 0))
-    scores = scores + biases.mT
-    return reference.pooled(scores, values_and_ones).sums
-
-
 def advanced(
     q: Tensor, k: Tensor, v: Tensor, band: Tensor, state: WindowState | None, *, strict: bool, key_mask: Tensor | None
 ) -> tuple[Tensor, WindowState]:
@@ -348,7 +288,8 @@ def advanced(
         position = state.position
     if not symbolic() and length == 1:
         trace.record("one token against its window", "decoding token by token", window=window)
-        sums = one_row(band[..., :window], scores, values_and_ones, strict=strict)
+        biases, first = (band[..., :window], 1) if strict else (F.pad(band[..., :window], (1, 0)), 0)
+        sums = reference.pooled(scores[..., first:, :] + biases.mT, values_and_ones[..., first:, :]).sums
     else:
         if band.shape[-2] > 1:
             band = F.pad(band, (0, 0, window, 0))

@@ -87,10 +87,10 @@ def windowed(
     band = band[..., reach + 1 - size : reach + (1 if is_causal else size)]
     bias_scale = band.detach().amax(-1, keepdim=True)
     bias_scale = bias_scale if strict else bias_scale.clamp(min=0.0)
-    weights = F.pad((band - bias_scale).exp(), (0, 2 * size - 1 - band.shape[-1]))
+    weights = skewed((band - bias_scale).exp(), size, 3 * size, 1)
     scale = _visible_max(scores.detach(), size, is_causal=is_causal, strict=strict)
     blocks = (split(scores, size, value=FLOOR), split(values_and_ones, size), split(scale, size))
-    inside = join(_in_window(_skewed(weights, size), *blocks, is_causal=is_causal), length)
+    inside = join(_in_window(weights, *blocks, is_causal=is_causal), length)
     if strict:
         return inside
     return inside + _outside(scores, values_and_ones, scale, size, is_causal=is_causal) * (-bias_scale).exp()
@@ -176,14 +176,14 @@ def _corners(weights: Tensor, count: int, *, below: bool = False) -> Tensor:
     return blocks.diagonal(0, -4, -2).movedim(-1, -3)
 
 
-def _skewed(weights: Tensor, size: int) -> Tensor:
-    """Rows of a band (heads, L or 1, 2 size - 1) in blocks (heads, n, size, 3 size), each at its keys' positions.
+def skewed(band: Tensor, size: int, keys: int, shift: int, around: float = 0.0) -> Tensor:
+    """Rows of a band (heads, L or 1, taps) in blocks (heads, n or 1, size, keys): row a starts at column a + ``shift``.
 
-    Row a starts at column a + 1: one column more per row, then read in rows one column shorter.
+    What is not in the band is ``around``: a row has one column more, then all are read in rows one column shorter.
     """
-    rows = weights.expand(-1, size, -1)[:, None] if weights.shape[-2] == 1 else split(weights, size)
-    flat = F.pad(rows, (1, size + 1)).flatten(-2)
-    return flat[..., : 3 * size * size].unflatten(-1, (size, 3 * size))
+    rows = band.expand(-1, size, -1)[:, None] if band.shape[-2] == 1 else split(band, size)
+    flat = F.pad(rows, (shift, keys + 1 - shift - rows.shape[-1]), value=around).flatten(-2)
+    return flat[..., : size * keys].unflatten(-1, (size, keys))
 
 
 def _visible_max(scores: Tensor, size: int, *, is_causal: bool, strict: bool) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fast_attention.engine import masks, trace
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
+from fast_attention.engine.chunks import visible_counts
 from fast_attention.engine.operation import Fast, NotServed, Operation, like_queries
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import symbolic
@@ -38,13 +39,6 @@ class WKVState(NamedTuple):
     log_decay: Float[Tensor, "*batch 1 width"]
 
 
-def counts(k: Float[Tensor, "*batch keys width"], key_mask: Bool[Tensor, "*#batch2 keys"] | None) -> Tensor:
-    """The visible tokens up to each, (..., S, 1), in float64."""
-    visible = torch.ones_like(k[..., 0], dtype=torch.float64)
-    visible = visible if key_mask is None else visible.masked_fill(~key_mask, 0.0)
-    return visible.cumsum(-1)[..., None]
-
-
 def streamed(
     k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, state: WKVState | None, key_mask: Tensor | None
 ) -> tuple[Tensor, WKVState]:
@@ -53,13 +47,14 @@ def streamed(
     ``decay`` w and ``bonus`` u are (heads, 1, D). A masked token adds nothing, nothing decays at it, and it reads what
     is there.
     """
-    count = counts(k, key_mask)
-    scores, values_and_ones = reference.terms(k.double() + count * decay, v.double(), key_mask)
+    keys = k.double()
+    count = visible_counts(key_mask, keys, is_causal=True)
+    scores, values_and_ones = reference.terms(keys + count * decay, v.double(), key_mask)
     pool = None if state is None else Pool(state.log_scale.double(), state.sums.double())
     rows = reference.running(*reference.prepended(pool, scores, values_and_ones))
     before = Pool(rows.log_scale[..., :-1, :], rows.sums[..., :-1, :])
     read = reference.combined(before, Pool(scores + (bonus - decay), values_and_ones))
-    log_decay = -count[..., -1:, :] * decay
+    log_decay = (-count[..., -1:, :] * decay).expand_as(keys[..., :1, :])
     log_scale = rows.log_scale[..., -1:, :] + log_decay
     if state is not None:
         log_decay = log_decay + state.log_decay
@@ -69,9 +64,10 @@ def streamed(
 
 def summarise(k: Tensor, v: Tensor, decay: Tensor, key_mask: Tensor | None) -> WKVState:
     """The state after some tokens that nothing precedes."""
-    count = counts(k, key_mask)
-    pool = reference.pooled(*reference.terms(k.double() + count * decay, v.double(), key_mask))
-    log_decay = -count[..., -1:, :] * decay
+    keys = k.double()
+    count = visible_counts(key_mask, keys, is_causal=True)
+    pool = reference.pooled(*reference.terms(keys + count * decay, v.double(), key_mask))
+    log_decay = (-count[..., -1:, :] * decay).expand_as(keys[..., :1, :])
     return WKVState(*(x.to(v.dtype) for x in (pool.log_scale + log_decay, pool.sums, log_decay)))
 
 

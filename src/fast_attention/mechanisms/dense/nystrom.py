@@ -18,14 +18,14 @@ from fast_attention.traits import FUSED
 from fast_attention.value import at_least
 
 
-def nystrom_attention(
+def through_landmarks(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch length width"],
     v: Float[Tensor, "*batch length values"],
+    key_mask: Bool[Tensor, "*#batch2 length"] | None,
     *,
-    num_landmarks: int = 64,
-    num_iterations: int = 6,
-    key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
+    num_landmarks: int,
+    num_iterations: int,
 ) -> Float[Tensor, "*batch length values"]:
     """``softmax(Q K~^T / sqrt(d)) Z softmax(Q~ K^T / sqrt(d)) V`` (arXiv 2102.03902).
 
@@ -33,13 +33,6 @@ def nystrom_attention(
     the weights of Q~ for K~. Where no more tokens are visible than there are landmarks, each is one by itself and
     ``A^-1 A`` cancels: what remains is exact attention. Time O(n m d + m^3), memory O(n m).
     """
-    return _through_landmarks(q, k, v, key_mask, num_landmarks=num_landmarks, num_iterations=num_iterations)
-
-
-def through_landmarks(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, num_landmarks: int, num_iterations: int
-) -> Tensor:
-    """Attention of queries and keys to landmarks, and between these."""
     if not symbolic() and q.shape[-2] <= num_landmarks:
         return softmax_attention(q, k, v, key_mask=key_mask)
     trace.record("torch's fused kernel on landmarks", "as many at any length", landmarks=num_landmarks)
@@ -55,7 +48,7 @@ def through_landmarks(
     return softmax_attention(q, keys, values, key_mask=visible)
 
 
-_through_landmarks = Operation(through_landmarks, compute=torch.float32, empty=like_queries)
+nystrom_attention = Operation(through_landmarks, compute=torch.float32, empty=like_queries)
 
 
 def segment_means(
@@ -134,5 +127,5 @@ class Nystrom(Attention[tuple[()], tuple[()]]):
     ) -> Tensor:
         """``nystrom_attention`` with these settings."""
         return nystrom_attention(
-            q, k, v, num_landmarks=self.num_landmarks, num_iterations=self.num_iterations, key_mask=key_mask
+            q, k, v, key_mask, num_landmarks=self.num_landmarks, num_iterations=self.num_iterations
         )

@@ -19,17 +19,10 @@ Sharing = Literal["none", "headwise", "key-value", "layerwise"]
 
 
 class Projections(NamedTuple):
-    """Weights from keys to slots and from values to slots; F is None where E does both."""
+    """Weights from keys to slots and from values to slots, or kernels over both; F is None where E does both."""
 
     E: Tensor
     F: Tensor | None
-
-
-class Kernels(NamedTuple):
-    """For every head one kernel over keys and one over values, (H, stride) each."""
-
-    E: Tensor
-    F: Tensor
 
 
 class Projection(Value, ABC):
@@ -111,17 +104,18 @@ class Convolution(Projection):
 
     learned = True
 
-    def weights(self, shape: Shape, rank: int) -> Kernels:
+    def weights(self, shape: Shape, rank: int) -> Projections:
         """One kernel for keys and one for values per head."""
         stride = -(-shape.max_len // rank)
-        return Kernels(_uniform((shape.heads, stride), stride), _uniform((shape.heads, stride), stride))
+        return Projections(_uniform((shape.heads, stride), stride), _uniform((shape.heads, stride), stride))
 
-    def limit(self, w: Kernels, rank: int) -> int:
+    def limit(self, w: Projections, rank: int) -> int:
         """Limit the rank to as many strides as slots."""
         return rank * w.E.shape[-1]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Kernels, rank: int, key_mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Projections, rank: int, key_mask: Tensor | None) -> Tensor:
         """Attend to one weighted sum for every stride."""
+        assert w.F is not None
         return reference.convolved_attention(q, k, v, w.E, w.F, key_mask=key_mask)
 
 

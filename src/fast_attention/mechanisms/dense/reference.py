@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import dropout as drop_weights
 
 from fast_attention.engine import blocks, masks, trace
 from fast_attention.engine.blocks import narrow, split, split_mask
@@ -15,6 +14,7 @@ from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.heads import by_head, short
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting
+from fast_attention.mechanisms.dense import rows
 
 Slots = Int[Tensor, "*#batch2 rank size"]
 Filled = Bool[Tensor, "*#batch2 rank size"]
@@ -147,16 +147,6 @@ def attend_slots(q: Tensor, keys: Tensor, values: Tensor, count: Tensor | None) 
     return fused_attention(q, keys, values, bias.expand(*q.shape[:-1], keys.shape[-2]))
 
 
-def masked_scores(scores: Tensor, mask: Tensor | None, attn_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Scores with an additive ``attn_mask`` in them, and the boolean mask of both."""
-    if attn_mask is None:
-        return scores, mask
-    if attn_mask.dtype != torch.bool:
-        attn_mask = attn_mask.to(scores.dtype)
-        scores, attn_mask = scores + attn_mask, attn_mask > float("-inf")
-    return scores, attn_mask if mask is None else attn_mask & mask
-
-
 @in_float32
 def synthesizer_attention(
     v: Float[Tensor, "*batch keys values"],
@@ -171,11 +161,4 @@ def synthesizer_attention(
 
     A query that sees nothing gets zeros.
     """
-    mask = masks.visible(scores.shape[-2], v.shape[-2], is_causal=is_causal, key_mask=key_mask, device=v.device)
-    scores, mask = masked_scores(scores, mask, attn_mask)
-    weights = masks.masked_softmax(scores, mask)
-    if dropout > 0.0:
-        weights = drop_weights(weights.expand(*v.shape[:-2], *weights.shape[-2:]), dropout)
-    if weights.ndim == 3:  # one table for all sequences: their values side by side in a single product per head
-        return torch.einsum("hls,...hse->...hle", weights, v)
-    return weights @ v
+    return rows.whole(v, scores, key_mask, is_causal=is_causal, attn_mask=attn_mask, dropout=dropout)

@@ -6,14 +6,14 @@ Long sequences go a block of queries at a time (``rows``), and no table of all s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import masks, numerics, trace
+from fast_attention.engine import numerics, trace
 from fast_attention.engine.chunks import visible_counts
 from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
@@ -22,7 +22,6 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rows
-from fast_attention.mechanisms.dense.reference import masked_scores
 from fast_attention.mechanisms.dense.rows import Rectified
 from fast_attention.mechanisms.dense.scores import Scores
 from fast_attention.traits import SCORES
@@ -97,16 +96,9 @@ def whole(
     dropout: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Attention over all keys at once."""
-    scores = q @ k.mT * how.scale
-    mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=how.is_causal, key_mask=key_mask, device=q.device)
-    scores, mask = masked_scores(scores, mask, attn_mask)
-    weights = rows.weights(scores, mask, how.rectified)
-    if how.norm == "length":
-        visible = k.shape[-2] if mask is None else mask.expand(scores.shape).sum(-1, keepdim=True).clamp_min(1)
-        weights = weights / visible
-    if dropout > 0.0:
-        weights = F.dropout(weights, dropout)
-    return weights @ v
+    masked: Any = {"is_causal": how.is_causal, "attn_mask": attn_mask, "dropout": dropout}
+    rectified = how.rectified._replace(counted=how.norm == "length")
+    return rows.whole(v, q @ k.mT * how.scale, key_mask, rectified=rectified, **masked)
 
 
 def _by_rows(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How) -> Tensor:

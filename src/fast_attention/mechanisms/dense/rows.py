@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import dropout as drop_weights
 
 from fast_attention.engine import masks, numerics, trace
 from fast_attention.engine.chunks import chunks_of
@@ -29,10 +30,15 @@ class Rectified(NamedTuple):
 
     power: int
     eps: float | Tensor | None = None
+    counted: bool = False  # weights are over the number of keys seen; not in blocks
 
-    def weights(self, scores: Tensor) -> Tensor:
-        """The weights of all scores, zero where masked."""
-        weights = scores.relu().square() if self.power == 2 else scores.relu()
+    def weights(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """The weights of all scores, zero where ``mask`` lets nothing through."""
+        weights = (scores if mask is None else scores.masked_fill(~mask, 0.0)).relu()
+        weights = weights.square() if self.power == 2 else weights
+        if self.counted:
+            seen = scores.shape[-1] if mask is None else mask.expand(scores.shape).sum(-1, keepdim=True).clamp_min(1)
+            return weights / seen
         return weights if self.eps is None else weights / self.divisors(weights.sum(-1, keepdim=True))
 
     def divisors(self, sums: Tensor) -> Tensor:
@@ -90,11 +96,23 @@ def few(v: Tensor, length: int, at_least: int = PAYING) -> str:
     return "" if length * v.shape[-2] >= at_least else "few scores"
 
 
-def weights(scores: Tensor, mask: Tensor | None, rectified: Rectified | None = None) -> Tensor:
-    """The weights of all scores that ``mask`` lets through; a row that sees nothing gets zeros."""
-    if rectified is None:
-        return masks.masked_softmax(scores, mask)
-    return rectified.weights(scores if mask is None else scores.masked_fill(~mask, 0.0))
+def whole(
+    v: Tensor, scores: Tensor, key_mask: Tensor | None, *, is_causal: bool, attn_mask: Tensor | None = None,
+    dropout: float = 0.0, rectified: Rectified | None = None,
+) -> Tensor:  # fmt: skip
+    """``attend`` by all scores at once (..., L, S), under any mask, with dropout of weights."""
+    mask = masks.visible(scores.shape[-2], v.shape[-2], is_causal=is_causal, key_mask=key_mask, device=v.device)
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask.to(scores.dtype)
+            scores, attn_mask = scores + attn_mask, attn_mask > float("-inf")
+        mask = attn_mask if mask is None else attn_mask & mask
+    weights = masks.masked_softmax(scores, mask) if rectified is None else rectified.weights(scores, mask)
+    if dropout > 0.0:
+        weights = drop_weights(weights.expand(*v.shape[:-2], *weights.shape[-2:]), dropout)
+    if weights.ndim == 3:  # one table for all sequences: their values side by side in a single product per head
+        return torch.einsum("hls,...hse->...hle", weights, v)
+    return weights @ v
 
 
 def _four(x: Tensor, batch: tuple[int, ...]) -> Tensor:
@@ -107,10 +125,8 @@ def _four(x: Tensor, batch: tuple[int, ...]) -> Tensor:
 def _plain(
     v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool, rectified: Rectified | None
 ) -> Tensor:
-    scores = Scores(*parts).whole(v.shape[-2])
-    visible = None if key_mask is None else key_mask[:, None]
-    mask = masks.visible(scores.shape[-2], v.shape[-2], is_causal=is_causal, key_mask=visible, device=v.device)
-    return weights(scores, mask, rectified) @ v
+    scores, visible = Scores(*parts).whole(v.shape[-2]), None if key_mask is None else key_mask[:, None]
+    return whole(v, scores, visible, is_causal=is_causal, rectified=rectified)
 
 
 def _blocks(

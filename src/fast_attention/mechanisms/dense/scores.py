@@ -46,18 +46,13 @@ class Scores(NamedTuple):
 
     def of(self, b: int, heads: slice, rows: slice, keys: slice) -> Scores:
         """The summands of one sequence and of some heads, for some queries and keys."""
-        Q, K, R, X, Y = (x if x is None else _pick(x, b, heads) for x in (self.Q, self.K, self.R, self.X, self.Y))
+
+        def part(x: Tensor | None, *at: slice) -> Tensor | None:
+            return None if x is None else x[b if len(x) > 1 else 0, heads if x.shape[1] > 1 else slice(None), *at]
+
         share = None if self.share is None else self.share[heads]
-        R = R if R is None else R[:, rows, keys]
-        return Scores(_at(Q, rows), _at(K, keys), R, share, _at(X, rows), _at(Y, rows))
-
-
-def _pick(x: Tensor, b: int, heads: slice) -> Tensor:
-    return x[b if x.shape[0] > 1 else 0, heads if x.shape[1] > 1 else slice(None)]
-
-
-def _at(x: Tensor | None, tokens: slice) -> Tensor | None:
-    return None if x is None else x[:, tokens]
+        Q, X, Y = (part(x, rows) for x in (self.Q, self.X, self.Y))
+        return Scores(Q, part(self.K, keys), part(self.R, rows, keys), share, X, Y)
 
 
 def mixed(parts: Sequence[Scores], shares: Float[Tensor, "heads parts"], keys: int) -> Scores:

@@ -19,6 +19,7 @@ from fast_attention.engine import heads, masks, operation, tiles, trace
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.offsets import Positions
+from fast_attention.engine.precision import in_float32
 from fast_attention.gpu import patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rows
@@ -52,12 +53,8 @@ def softmax_attention(
         masked = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout}
         return relative_attention(q, k, v, bias, sinks, scale=scale, **masked)
     if q.is_cpu and q.dtype == torch.float16:  # torch's kernel is slower there than both casts
-        out = softmax_attention(
-            q.float(), k.float(), v.float(), is_causal=is_causal, key_mask=key_mask,
-            attn_mask=attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.float(),
-            dropout=dropout, scale=scale,
-        )  # fmt: skip
-        return out.to(q.dtype)
+        masked = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout}
+        return in_float32(softmax_attention)(q, k, v, scale=scale, **masked)
     length, keys = q.shape[-2], k.shape[-2]
     if is_causal or key_mask is not None:
         is_causal, key_mask = _needed(q, is_causal, key_mask)

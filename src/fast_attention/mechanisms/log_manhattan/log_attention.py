@@ -12,7 +12,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.engine import advancing, trace
-from fast_attention.engine.operation import Operation
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
@@ -24,8 +23,8 @@ from fast_attention.mechanisms.linear import sums as linear
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.reference import masked_keys, summarised
 from fast_attention.mechanisms.log_manhattan import reference
-from fast_attention.mechanisms.log_manhattan.reference import KeySums, log_sums
-from fast_attention.mechanisms.log_manhattan.sums import FAST, Settings
+from fast_attention.mechanisms.log_manhattan.reference import KeySums
+from fast_attention.mechanisms.log_manhattan.sums import Maps, score_attention
 from fast_attention.traits import KERNELS, SUMS
 from fast_attention.value import at_least, one_of
 
@@ -63,9 +62,6 @@ def log_attention(
     """
     m = LogAttention(score, normalize, feature_map, temperature)
     return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
-
-
-_SUMS = Operation(log_sums, cpu=FAST, path="whole tensors at a time")
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,14 +143,9 @@ class LogAttention(Attention[tuple[()], States]):
             rows = (pool.running if is_causal else pool.pooled)(*self._pool_terms(k, v, key_mask)).sums
             means = pool.mean(rows, v.shape[-1])
             return pool.last_rows(means, q.shape[-2]) if is_causal else means.expand(*q.shape[:-1], -1).contiguous()
-        if self.score != "sum":
-            for z in (q, k):
-                same_width(self, z, v, or_one=True)
-        settings = Settings(self._score, "scores" if self.normalize == "sum" else "none", is_causal)
-        if self.feature_map.fixed:
-            return _SUMS(q, k, v, key_mask, settings=settings)
-        trace.record("whole tensors at a time", "a map with something to learn")
-        return log_sums(q, k, v, key_mask, settings=settings)
+        maps = Maps(lambda q: self._scores(q, v), lambda k: (self._scores(k, v), None))
+        divisor = "scores" if self.normalize == "sum" else "none"
+        return score_attention(q, k, v, key_mask, maps, divisor=divisor, is_causal=is_causal)
 
     @advancing.in_chunks
     @in_float32
@@ -198,14 +189,10 @@ class LogAttention(Attention[tuple[()], States]):
         assert isinstance(later, KeySums)
         return KeySums(earlier.sums + later.sums)
 
-    @in_float32
     def _scores(self, z: Tensor, v: Tensor) -> Tensor:
         """The scores of queries or keys, a and b, where their width fits the values."""
         if self.score != "sum":
             same_width(self, z, v, or_one=True)
-        return self._score(z)
-
-    def _score(self, z: Tensor) -> Tensor:
         logs = self.feature_map.log1p(z) if self.normalize == "sum" else self.feature_map.log(z)
         return logs.sum(-1, keepdim=True) if self.score == "sum" else logs
 

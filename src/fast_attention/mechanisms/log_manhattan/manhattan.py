@@ -14,17 +14,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import advancing, masks, trace
-from fast_attention.engine.operation import Operation
+from fast_attention.engine import advancing, masks
+from fast_attention.engine.chunks import first_visible
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.aft import reference as pool
 from fast_attention.mechanisms.log_manhattan import reference, sorting
-from fast_attention.mechanisms.log_manhattan.reference import Differences, manhattan_sums
+from fast_attention.mechanisms.log_manhattan.reference import Differences
 from fast_attention.mechanisms.log_manhattan.sorting import Distance, PastKeys, appended, pair_sums
-from fast_attention.mechanisms.log_manhattan.sums import FAST, Settings
+from fast_attention.mechanisms.log_manhattan.sums import Maps, score_attention
 from fast_attention.traits import SUMS
 from fast_attention.value import at_least, one_of
 
@@ -68,9 +68,6 @@ def manhattan_attention(
     """
     m = Manhattan(distance, normalize, reference, feature_map, query_dim, key_dim, temperature)
     return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
-
-
-_SUMS = Operation(manhattan_sums, cpu=FAST, path="whole tensors at a time")
 
 
 @dataclass(frozen=True, repr=False)
@@ -149,12 +146,16 @@ class Manhattan(Attention[tuple[()], States]):
     ) -> Tensor:
         """Diagonal term plus sum of differences, normalised and gated."""
         if self._linear and self.reference == "self":
-            divisor, k = "count" if self.normalize == "mean" else "none", self._keys(k, v)
-            settings = Settings(self.feature_map.value_and_log, divisor, is_causal, manhattan=True)
-            if self.feature_map.fixed:
-                return self._gated(q, _SUMS(k, k, v, key_mask, settings=settings))
-            trace.record("whole tensors at a time", "a map with something to learn")
-            return self._gated(q, manhattan_sums(k, k, v, key_mask, settings=settings))
+            keys = self._keys(k, v)
+            anchor = self.feature_map.log(first_visible(keys.detach(), key_mask)).detach()
+
+            def mapped(k: Tensor) -> tuple[Tensor, Tensor]:
+                h, l = self.feature_map.value_and_log(k)
+                return l - anchor, h  # only differences count, and large l would cancel
+
+            divisor = "count" if self.normalize == "mean" else "none"
+            out = score_attention(keys, keys, v, key_mask, Maps(None, mapped), divisor=divisor, is_causal=is_causal)
+            return self._gated(q, out)
         if is_causal:
             return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
         l, x, ones, diagonal, weight = self._terms(k, v, key_mask)
@@ -198,7 +199,6 @@ class Manhattan(Attention[tuple[()], States]):
         """The sums over two neighbouring chunks."""
         return reference.combined(earlier, later)
 
-    @in_float32
     def _terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """log h(k), values and ones (zeros where masked), diagonal terms ``k_i v_i`` and their absolute weights."""
         h, l = self.feature_map.value_and_log(self._keys(k, v))

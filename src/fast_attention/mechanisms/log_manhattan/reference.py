@@ -17,7 +17,6 @@ from fast_attention.engine.chunks import first_visible
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.engine.tracing import replaced
 from fast_attention.mechanisms.aft import reference as pool
-from fast_attention.mechanisms.log_manhattan.sums import Settings
 
 Mask = Bool[Tensor, "*#batch2 keys"]
 
@@ -45,13 +44,6 @@ def read(
     return pool.quotient(numerator, count * a + scores) if normalized else numerator
 
 
-def log_sums(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: Settings) -> Tensor:
-    """``read`` with the sums over all keys, or, causal, over those up to each query."""
-    rows = terms(settings.score(k), v, key_mask)
-    rows = pool.last_rows(prefix_sums(rows), q.shape[-2]) if settings.is_causal else rows.sum(-2, keepdim=True)
-    return read(settings.score(q), rows, v.shape[-1], normalized=settings.divisor == "scores")
-
-
 class Differences(NamedTuple):
     """State of signed Manhattan attention; ``anchor`` and ``first`` belong to the first visible key, zeros before."""
 
@@ -70,11 +62,7 @@ def signed(
     is_causal: bool,
 ) -> Float[Tensor, "*batch keys values"]:
     """``sum_j (l_j - l_i) x_j`` for every i over the keys that it may see; the x of others must be zero."""
-    if is_causal:
-        return relative(l, running(l, x, x, key_mask))
-    count = pool.visible_ones(l[..., :1], key_mask).sum(-2, keepdim=True).clamp(min=1.0)
-    l = l - masks.drop(l, key_mask).sum(-2, keepdim=True).detach() / count
-    return (l * x).sum(-2, keepdim=True) - l * x.sum(-2, keepdim=True)
+    return relative(l, (running if is_causal else summarised)(l, x, x, key_mask))
 
 
 def relative(l: Float[Tensor, "*batch keys weights"], sums: Differences) -> Float[Tensor, "*batch keys values"]:
@@ -135,14 +123,3 @@ def combined(earlier: Differences, later: Differences) -> Differences:
     weighted = earlier.weighted + later.weighted + (later.anchor - anchor) * later.plain
     first = torch.where(known, earlier.first, later.first)
     return Differences(anchor, first, earlier.number + later.number, earlier.plain + later.plain, weighted)
-
-
-def manhattan_sums(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: Settings) -> Tensor:
-    """``h_i v_i + sum_j (l_j - l_i) v_j``, the queries being the keys; the sum over the number of visible keys."""
-    (h, l), x = settings.score(k), masks.drop(v, key_mask)
-    out = signed(l, x, key_mask, is_causal=settings.is_causal)
-    if settings.divisor == "count":
-        ones = pool.visible_ones(l[..., :1], key_mask)
-        count = prefix_sums(ones) if settings.is_causal else ones.sum(-2, keepdim=True)
-        out = out / count.clamp(min=1.0)
-    return masks.drop(h, key_mask) * x + out

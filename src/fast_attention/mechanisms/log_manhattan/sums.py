@@ -1,12 +1,12 @@
 """Sums over keys whose scores are ``a_i + b_j``, in chunks that stay in cache, with gradients written by hand.
 
-``o_i = (a_i P + R) / D_i``, P and R the sums of v_j and b_j v_j over the keys that query i may see. Log attention has
-``D_i = n a_i + B``, the sum of all scores, or 1. In Manhattan attention tokens are queries and keys at once: ``b = l``
-is relative to that of the first visible key, ``a = -b``, D_i is the number of keys or 1, and ``h_i v_i`` is added.
+``o_i = (a_i P + R) / D_i``, P and R the sums of x_j and b_j x_j over the keys that query i may see, n of them. Log
+attention has ``D_i = n a_i + B``, the sum of all scores, or 1. In Manhattan attention tokens are queries and keys at
+once: ``a = -b``, D_i is n or 1, and ``h_i x_i`` is added.
 
 With ``d = g / D`` the gradients of P, R and B are the sums of ``a d``, ``d`` and ``-o d`` over the queries. Causal
 queries read prefix sums: one row of sums is carried from chunk to chunk, in float64. Others all read the same totals.
-The backward pass maps queries and keys again.
+Where nothing is trained, tokens are mapped to a, b and h chunk by chunk.
 """
 
 from __future__ import annotations
@@ -15,183 +15,202 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.engine import masks
-from fast_attention.engine.chunks import RunningSum, chunks, first_visible, sum_to_width, visible_counts, vjp
-from fast_attention.engine.operation import Fast, Tensors
-from fast_attention.engine.scan import accumulate_
+from fast_attention.engine.chunks import RunningSum, chunks, sum_to_width, visible_counts
+from fast_attention.engine.operation import Fast, Operation, Tensors
+from fast_attention.engine.scan import accumulate_, prefix_sums
+from fast_attention.mechanisms.aft.reference import last_rows, quotient
+
+Divisor = Literal["scores", "count", "none"]
 
 
-class Settings(NamedTuple):
-    """``score`` maps queries to a and keys to b, or, in Manhattan attention, tokens to h and l."""
-
-    score: Callable[[Tensor], Any]
-    divisor: Literal["scores", "count", "none"]
-    is_causal: bool
-    manhattan: bool = False
+Keys = tuple[Tensor, Tensor, Tensor | None]  # b, x and h
 
 
-class Keys(NamedTuple):
-    """The mapped keys of a chunk, with values, zeros where masked; ``pullback`` gives the gradients of keys."""
+class Maps(NamedTuple):
+    """``queries`` maps queries to a, None for Manhattan attention; ``keys`` maps keys to b and, there, h."""
 
-    h: Tensor | None
+    queries: Callable[[Tensor], Tensor] | None
+    keys: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
+def score_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None,
+    maps: Maps,
+    *,
+    divisor: Divisor,
+    is_causal: bool,
+) -> Float[Tensor, "*batch length values"]:
+    """The outputs o."""
+    count, settings = visible_counts(key_mask, v, is_causal=is_causal), {"divisor": divisor, "is_causal": is_causal}
+    if torch.is_grad_enabled() and (
+        any(x.requires_grad for x in (q, k, v)) or maps.keys(k[..., :1, :])[0].requires_grad
+    ):
+        b, x, h = _Pass(q, k, v, None, key_mask, count, divisor, maps).keys(slice(None))
+        return _SUMS(b if maps.queries is None else maps.queries(q), b, x, h, None, count, maps=None, **settings)
+    return _SUMS(q if maps.queries else k, k, v, None, key_mask, count, maps=maps, **settings)
+
+
+class _Pass(NamedTuple):
+    a: Tensor
     b: Tensor
     x: Tensor
-    pullback: Callable[..., Tensor] | None
+    h: Tensor | None
+    key_mask: Tensor | None
+    number: Tensor  # n, for every query or one row for all
+    divisor: Divisor
+    maps: Maps | None  # None: a, b and h are mapped, and nothing is masked
 
+    def queries(self, at: slice) -> Tensor:
+        """The a of some queries."""
+        a = self.a[..., at, :]
+        return a if self.maps is None or self.maps.queries is None else self.maps.queries(a)
 
-class _Pass:
-    def __init__(self, tensors: tuple[Any, ...], settings: Settings, out: Tensor, anchor: Tensor | None) -> None:
-        (self.q, self.k, self.v, self.key_mask), self.settings, self.out = tensors, settings, out
-        self.anchor, self.width = anchor, out.shape[-1]
-        self.count = visible_counts(self.key_mask, self.v, is_causal=settings.is_causal)
-
-    def keys(self, at: slice, *, again: bool = False) -> Keys:
-        """Maps the keys of a chunk."""
-        k, mask = self.k[..., at, :], None if self.key_mask is None else self.key_mask[..., at]
-        mapped, pullback = vjp(self.settings.score, k) if again else (self.settings.score(k), None)
-        x = masks.drop(self.v[..., at, :], mask)
-        if self.anchor is None:
-            return Keys(None, masks.drop(mapped, mask), x, pullback)
-        return Keys(mapped[0], mapped[1] - self.anchor, x, pullback)
-
-    def terms(self, keys: Keys) -> tuple[Tensor, ...]:
-        """The summands of P, of B where it is read, and of R, side by side."""
-        return (*self.read_again(keys), keys.b * keys.x)
-
-    def read_again(self, keys: Keys) -> tuple[Tensor, ...]:
-        """The summands of P, and of B where it is read: gradients need no more."""
-        return (keys.x, keys.b) if self.settings.divisor == "scores" else (keys.x,)
+    def keys(self, at: slice) -> Keys:
+        """b, x and h of some keys."""
+        b, x = self.b[..., at, :], self.x[..., at, :]
+        if self.maps is None:
+            return b, x, None if self.h is None else self.h[..., at, :]
+        mask, (b, h) = None if self.key_mask is None else self.key_mask[..., at], self.maps.keys(b)
+        return masks.drop(b, mask if h is None else None), masks.drop(x, mask), h  # with h, b is that of a query too
 
     def counts(self, at: slice) -> Tensor:
-        """How many keys the queries of a chunk see."""
-        return self.count if self.count.shape[-2] == 1 else self.count[..., at, :]
+        """How many keys some queries see."""
+        return self.number if self.number.shape[-2] == 1 else self.number[..., at, :]
+
+    def terms(self, b: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        """The summands of P, and of B where it is read, side by side."""
+        return (x, b) if self.divisor == "scores" else (x,)
 
     def divided(self, y: Tensor, at: slice, a: Tensor, sums: Tensor, out: Tensor | None = None) -> Tensor:
-        """``y`` over D."""
-        if self.settings.divisor == "none":
+        """``y`` over D, for some queries and the sums that they read."""
+        if self.divisor == "none":
             return y
-        if self.settings.divisor == "count":
+        if self.divisor == "count":
             return torch.div(y, self.counts(at).clamp(min=1.0), out=out)
-        total = torch.addcmul(sums[..., self.width : self.width + a.shape[-1]], a, self.counts(at))
+        width = self.x.shape[-1]
+        total = torch.addcmul(sums[..., width : width + a.shape[-1]], a, self.counts(at))
         torch.threshold_(total, torch.finfo(total.dtype).tiny, float("inf"))  # quotients are zero where it vanishes
         return torch.div(y, total, out=out)
 
-    def read(self, at: slice, sums: Tensor, keys: Keys | None) -> None:
-        """Writes the outputs of a chunk of queries, which are ``keys`` in Manhattan attention."""
-        out, plain, weighted = self.out[..., at, :], sums[..., : self.width], sums[..., -self.width :]
-        if keys is None or keys.h is None:
-            a = self.settings.score(self.q[..., at, :])
-            self.divided(torch.addcmul(weighted, a, plain, out=out), at, a, sums, out=out)
-            return
-        self.divided(torch.addcmul(weighted, keys.b, plain, value=-1, out=out), at, keys.b, sums, out=out)
-        out.addcmul_(keys.h, keys.x)
+    def read(self, at: slice, sums: Tensor, out: Tensor, keys: Keys | None) -> None:
+        """Write the outputs of some queries, which are these keys in Manhattan attention."""
+        width, out, (b, x, h) = self.x.shape[-1], out[..., at, :], keys or (None, None, None)
+        a, sign = (self.queries(at), 1) if b is None or h is None else (b, -1)
+        self.divided(torch.addcmul(sums[..., -width:], a, sums[..., :width], value=sign, out=out), at, a, sums, out=out)
+        if x is not None and h is not None:
+            out.addcmul_(h, x)
 
-    def read_vjp(self, at: slice, sums: Tensor, keys: Keys | None, g: Tensor, dq: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of the sums that a chunk of queries read: P's, in Manhattan attention its negative, R's and B's.
-
-        Writes those of the queries.
-        """
-        if keys is not None and keys.h is not None:
-            d = self.divided(g, at, keys.b, sums)
-            return keys.b * d, d
-        plain = sums[..., : self.width]
-        a, pullback = vjp(self.settings.score, self.q[..., at, :])
-        d = self.divided(g, at, a, sums)
-        if self.settings.divisor != "scores":
-            dq.copy_(pullback(sum_to_width(d * plain, a.shape[-1])))
+    def read_vjp(self, at: slice, sums: Tensor, o: Tensor, g: Tensor, da: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of the sums that some queries read: P's, R's, and B's where it is read; writes those of a."""
+        a, plain = self.a[..., at, :], sums[..., : self.x.shape[-1]]
+        a = a if self.h is None else -a
+        d = self.divided(g[..., at, :], at, a, sums)
+        if self.divisor != "scores":
+            da[..., at, :] = sum_to_width(d * plain, a.shape[-1])
             return a * d, d
-        o = self.out[..., at, :]
-        da = torch.addcmul(plain, o, self.counts(at), value=-1).mul_(d)  # d (P - n o)
-        dq.copy_(pullback(sum_to_width(da, a.shape[-1])))
+        o = o[..., at, :]
+        slopes = torch.addcmul(plain, o, self.counts(at), value=-1).mul_(d)  # d (P - n o)
+        da[..., at, :] = sum_to_width(slopes, a.shape[-1])
         return a * d, d, sum_to_width(o * d, a.shape[-1]).neg_()
 
-    def keys_vjp(
-        self, at: slice, sums: Tensor, d_sums: Tensor, keys: Keys, g: Tensor, dk: Tensor, dv: Tensor
-    ) -> None:  # fmt: skip
-        """Writes the gradients of a chunk of keys, ``d_sums`` being added up over the queries that see them."""
-        d_plain, d_weighted, d_scores = d_sums.tensor_split([self.width, 2 * self.width], -1)
-        db, wide = keys.x * d_weighted, keys.b.shape[-1]
-        assert keys.pullback is not None
-        if keys.h is None:
-            torch.addcmul(d_plain, keys.b, d_weighted, out=dv)
-            db = sum_to_width(db, wide)
-            dk.copy_(keys.pullback(masks.drop(db.add_(d_scores) if d_scores.shape[-1] else db, self.mask(at))))
-            return
-        torch.mul(keys.h, g, out=dv).addcmul_(keys.b, d_weighted).sub_(d_plain)
-        db.addcmul_(g, self.divided(sums[..., : self.width], at, keys.b, sums), value=-1)  # as a query it has a = -b
-        dk.copy_(keys.pullback(sum_to_width(keys.x * g, wide), sum_to_width(db, wide)))
-
-    def mask(self, at: slice) -> Tensor | None:
-        """The mask of a chunk of keys."""
-        return None if self.key_mask is None else self.key_mask[..., at]
+    def keys_vjp(self, at: slice, d_sums: Tensor, g: Tensor, da: Tensor, db: Tensor, dh: Any, dx: Tensor) -> None:
+        """Write the gradients of some keys, ``d_sums`` being added up over the queries that see them."""
+        (b, x, h), width = self.keys(at), self.x.shape[-1]
+        d_plain, d_weighted, d_scores = d_sums.tensor_split([width, 2 * width], -1)
+        dx = torch.addcmul(d_plain, b, d_weighted, out=dx[..., at, :])
+        slopes = sum_to_width(x * d_weighted, b.shape[-1])
+        db[..., at, :] = slopes.add_(d_scores) if d_scores.shape[-1] else slopes
+        if h is not None:
+            g = g[..., at, :]
+            dx.addcmul_(h, g)
+            dh[..., at, :] = sum_to_width(x * g, h.shape[-1])
+            db[..., at, :] -= da[..., at, :]
 
 
-def _forward(*tensors: Any, keep: bool, settings: Settings) -> tuple[Tensor, tuple[Tensor, ...]]:
-    q, k, v, key_mask = tensors
-    anchor = settings.score(first_visible(k, key_mask))[1] if settings.manhattan else None
-    out = v.new_empty((*q.shape[:-1], v.shape[-1]))
-    one, total = _Pass(tensors, settings, out, anchor), RunningSum()
-    saved = () if anchor is None else (anchor,)
-    if settings.is_causal:
-        before = []
-        for at in chunks(v):
-            keys = one.keys(at)
-            sums = torch.cat(one.terms(keys), -1)
-            before.append(total.carry_(sums))
-            one.read(at, sums, keys)
-        return out, (torch.cat(before, -2), *saved)
-    mapped = {}
+def whole(
+    q: Tensor, k: Tensor, v: Tensor, h: Tensor | None, key_mask: Tensor | None, count: Tensor, *, maps: Maps | None,
+    divisor: Divisor, is_causal: bool,
+) -> Tensor:  # fmt: skip
+    """The outputs of whole tensors, mapped already where there are no ``maps``."""
+    one, every = _Pass(q, k, v, h, key_mask, count, divisor, maps), slice(None)
+    b, x, h = one.keys(every)
+    a = one.queries(every) if h is None else -b
+    plain, weighted, scores = (
+        last_rows(prefix_sums(y), q.shape[-2]) if is_causal else y.sum(-2, keepdim=True) for y in (x, b * x, b)
+    )
+    count, out = last_rows(count, q.shape[-2]) if is_causal else count, a * plain + weighted
+    if divisor != "none":
+        out = out / count.clamp(min=1.0) if divisor == "count" else quotient(out, count * a + scores)
+    return out if h is None else torch.addcmul(out, h, x)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, h: Tensor | None, key_mask: Tensor | None, count: Tensor, *, keep: bool,
+    maps: Maps | None, divisor: Divisor, is_causal: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    one, total, before = _Pass(q, k, v, h, key_mask, count, divisor, maps), RunningSum(), list[Tensor]()
+    out, mapped = v.new_empty((*q.shape[:-1], v.shape[-1])), dict[int, Keys]()
     for at in chunks(v):
-        keys = one.keys(at)
-        total.add(*one.terms(keys))
-        if settings.manhattan:
-            mapped[at.start] = keys
+        keys = b, x, h = one.keys(at)
+        if is_causal:
+            sums = torch.cat((*one.terms(b, x), b * x), -1)
+            before.append(total.carry_(sums))
+            one.read(at, sums, out, keys)
+        else:
+            total.add(*one.terms(b, x), b * x)
+            if h is not None:  # the queries are these keys
+                mapped[at.start] = keys
+    if is_causal:
+        return out, (torch.cat(before, -2),)
     sums = total.row(v)
-    for at in chunks(v if settings.manhattan else q):
-        one.read(at, sums, mapped.pop(at.start, None))
-    return out, (sums, *saved)
+    for at in chunks(out):
+        one.read(at, sums, out, mapped.pop(at.start, None))
+    return out, (sums,)
 
 
 def _backward(
     inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *,
-    settings: Settings,
+    maps: None, divisor: Divisor, is_causal: bool,
 ) -> Tensors:  # fmt: skip
-    q, k, v, key_mask = inputs
-    (sums, *anchor), (g,) = saved, gradients
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    one, total = _Pass(inputs, settings, outputs[0], *anchor or [None]), RunningSum()
-
-    def of(at: slice, *tensors: Tensor) -> list[Tensor]:
-        return [x[..., at, :] for x in tensors]
-
-    if settings.is_causal:
-        for i, at in reversed(list(enumerate(chunks(v)))):
-            keys = one.keys(at, again=True)
-            rows = torch.cat(one.read_again(keys), -1)
+    (a, b, x, h, _, count), (sums,), (g,), (o,) = inputs, saved, gradients, outputs
+    da, db, dx = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (a, b, x))
+    dh = None if h is None else torch.empty_like(h)
+    one, total = _Pass(a, b, x, h, None, count, divisor, None), RunningSum()
+    if is_causal:
+        for i, at in reversed(list(enumerate(chunks(x)))):
+            rows = torch.cat(one.terms(b[..., at, :], x[..., at, :]), -1)
             rows[..., :1, :] += sums[..., i : i + 1, : rows.shape[-1]]
-            d_sums = torch.cat(one.read_vjp(at, accumulate_(rows), keys, *of(at, g, dq)), -1)
+            d_sums = torch.cat(one.read_vjp(at, accumulate_(rows), o, g, da), -1)
             total.carry_(d_sums, backwards=True)
-            one.keys_vjp(at, rows, d_sums, keys, *of(at, g, dk, dv))
+            one.keys_vjp(at, d_sums, g, da, db, dh, dx)
     else:
-        mapped = {at.start: one.keys(at, again=True) for at in chunks(v)} if settings.manhattan else {}
-        for at in chunks(v if settings.manhattan else q):
-            total.add(*one.read_vjp(at, sums, mapped.get(at.start), *of(at, g, dq)))
-        d_sums = total.row(v)
-        for at in chunks(v):
-            one.keys_vjp(at, sums, d_sums, mapped.pop(at.start, None) or one.keys(at, again=True), *of(at, g, dk, dv))
-    return None if settings.manhattan else dq, dk, masks.drop(dv, key_mask), None
+        for at in chunks(o):
+            total.add(*one.read_vjp(at, sums, o, g, da))
+        d_sums = total.row(x)
+        for at in chunks(x):
+            one.keys_vjp(at, d_sums, g, da, db, dh, dx)
+    return da if h is None else None, db, dx, dh, None, None
 
 
-def _serves(q: Tensor, k: Tensor, *others: Any, settings: Settings) -> str:
-    uneven = settings.is_causal and q.shape[-2] != k.shape[-2]
-    return "causal, and not as many queries as keys" if uneven else ""
+def _serves(q: Tensor, k: Tensor, *others: Any, is_causal: bool, **settings: Any) -> str:
+    return "causal, and not as many queries as keys" if is_causal and q.shape[-2] != k.shape[-2] else ""
 
 
-FAST = Fast(
-    _forward, _backward, serves=_serves, even=3,
-    path=lambda *tensors, settings: f"{'prefix sums' if settings.is_causal else 'sums over all keys'}, chunk by chunk",
-    why=lambda *tensors, settings: "causal" if settings.is_causal else "every query sees the same keys",
-    sizes=lambda q, k, v, key_mask, **settings: {"chunk": chunks(v)[0].stop},
+_SUMS = Operation(
+    whole,
+    cpu=Fast(
+        _forward, _backward, serves=_serves, even=3,
+        path=lambda *tensors, is_causal, **settings:
+            f"{'prefix sums' if is_causal else 'sums over all keys'}, chunk by chunk",
+        why=lambda *tensors, is_causal, **settings: "causal" if is_causal else "every query sees the same keys",
+        sizes=lambda q, k, v, *others, **settings: {"chunk": chunks(v)[0].stop},
+    ),
+    path="whole tensors at a time",
 )  # fmt: skip

@@ -37,11 +37,6 @@ def buckets(q: Tokens, rotations: Tensor, sizes: tuple[int, ...], number: int) -
     return found
 
 
-def softmax_of_hashed(q: Tokens, v: Tokens, bucket: Codes, **numbers: Any) -> Tokens:
-    """``hashed_softmax`` by rules that are given as numbers."""
-    return hashed_softmax(q, v, bucket, rules=Rules(**numbers))
-
-
 def forward(q: Tensor, v: Tensor, bucket: Tensor, *, keep: bool, **numbers: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs (..., L, Ev); orders and codes of all rounds, lengths and normalisers of the queries."""
     a, b = four_axes(q), four_axes(v)
@@ -72,7 +67,7 @@ def _settings(rules: Rules) -> tuple[int, int, list[int], float, float]:
 
 
 hashed_attention = Operation(
-    softmax_of_hashed,
+    hashed_softmax,
     cpu=Fast(
         forward, backward, serves=against, even=2, path=f"{trace.CORE}: chunks of hashed tokens",
         why="tokens of one bucket stay in cache",

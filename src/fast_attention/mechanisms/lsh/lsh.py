@@ -54,29 +54,26 @@ def lsh_attention(
     See ``LSH`` for ``layout``. A masked token neither is seen nor gets an output other than zero.
 
     Raises:
-        ValueError: ``layout="sorted"`` with ``is_causal``, or ``layout="ranked"`` with ``attend_across_buckets``.
+        ValueError: ``layout="sorted"`` with ``is_causal``, or settings that ``LSH`` refuses.
     """
-    ranked, sizes = layout == "ranked", _sizes(num_buckets)
-    if is_causal and not ranked:
+    if is_causal and layout == "sorted":
         raise ValueError('layout="sorted" is not causal: later tokens move the chunks of earlier ones; use "ranked"')
-    if ranked and attend_across_buckets:
-        raise ValueError('layout="ranked" has chunks of one bucket only: attend_across_buckets needs layout="sorted"')
-    rules = Rules(
-        math.prod(sizes), bucket_size, ranked, attend_across_buckets, is_causal, correct_duplicates, float(scale)
-    )
-    rounded = None if gpu.unsupported_reason(q, v, rotations.shape[1]) else q.dtype
-    return _hashed(q, v, rotations, sizes, rules, key_mask, rounded)
+    m = LSH(rotations.shape[1], num_buckets, bucket_size, layout, attend_across_buckets, correct_duplicates, scale)
+    return m.attend(q, q, v, Rotations(rotations), is_causal=is_causal, key_mask=key_mask)
 
 
 @in_float32
 def _hashed(
-    q: Tensor, v: Tensor, rotations: Tensor, sizes: tuple[int, ...], rules: Rules, key_mask: Tensor | None,
+    q: Tensor, v: Tensor, rotations: Tensor, m: LSH, is_causal: bool, key_mask: Tensor | None,
     rounded: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
+    sizes = _sizes(m.num_buckets)
+    number, ranked, scale = math.prod(sizes), m.layout == "ranked", float(m.scale)
+    rules = Rules(number, m.bucket_size, ranked, m.attend_across_buckets, is_causal, m.correct_duplicates, scale)
     q = masks.drop(q, key_mask)  # a masked token's row is a key too
-    bucket = buckets(q, rotations, sizes, rules.number)
+    bucket = buckets(q, rotations, sizes, number)
     if key_mask is not None:
-        bucket = torch.where(key_mask[..., None, :], bucket, rules.number)
+        bucket = torch.where(key_mask[..., None, :], bucket, number)
     if rounded is None:
         out = hashed_attention(q, v, bucket.int(), **vars(rules))
     else:
@@ -199,30 +196,6 @@ def _in_earlier_slot(position: Tensor, reached: Tensor) -> Tensor:
     return torch.zeros_like(repeated).scatter(-1, order, repeated).view_as(position)
 
 
-@in_float32
-def _advance(
-    q: Tensor, v: Tensor, w: Rotations, memory: HashMemory | None, m: LSH, key_mask: Tensor | None
-) -> tuple[Tensor, HashMemory]:
-    q = clamp(masks.drop(q, key_mask))
-    sizes, keys = _sizes(m.num_buckets), F.normalize(q, dim=-1, eps=SHORTEST)
-    number = math.prod(sizes)
-    bucket = buckets(q, w.rotations, sizes, number).long()
-    visible = torch.ones(1, q.shape[-2], dtype=torch.bool, device=q.device) if key_mask is None else key_mask
-    if memory is None:
-        out = m.attend(q, q, v, w, is_causal=True, key_mask=key_mask)
-        bucket = torch.where(visible[..., None, :], bucket, number)
-        return out, remember(keys, v, bucket, number=number, size=m.bucket_size)
-    outs, owned = [], False  # a state is a value: the caller's stays as it is
-    rows = (x.split(1, -2) for x in (m.scale * q, keys, v))
-    trace.record("token by token", "two chunks of each bucket and a log of the latest tokens are read", log=LOG)
-    for q1, k1, v1, bucket1, visible1 in zip(*rows, bucket.split(1, -1), visible.split(1, -1), strict=True):
-        out, memory = step(q1, k1, v1, bucket1, visible1, memory, distinct=m.correct_duplicates)
-        outs.append(out)
-        if int(memory.logged) == LOG:
-            memory, owned = flushed(memory, owned=owned), True
-    return torch.cat(outs, -2), memory
-
-
 class Rotations(NamedTuple):
     """Gaussian rotations (H, rounds, E, half the number of buckets) that hash the tokens."""
 
@@ -301,14 +274,29 @@ class LSH(Attention[Rotations, HashMemory]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Rotations, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """Attend among the hashed queries; ``k`` is ignored."""
-        return lsh_attention(
-            q, v, w.rotations, num_buckets=self.num_buckets, bucket_size=self.bucket_size, layout=self.layout,
-            attend_across_buckets=self.attend_across_buckets, correct_duplicates=self.correct_duplicates,
-            scale=self.scale, is_causal=is_causal, key_mask=key_mask,
-        )  # fmt: skip
+        rounded = None if gpu.unsupported_reason(q, v, self.num_hashes) else q.dtype
+        return _hashed(q, v, w.rotations, self, is_causal, key_mask, rounded)
 
+    @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Rotations, state: HashMemory | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, HashMemory]:
         """Attend to the first tokens all at once, then token by token; ``k`` is ignored."""
-        return _advance(q, v, w, state, self, key_mask)
+        q = clamp(masks.drop(q, key_mask))
+        sizes, keys = _sizes(self.num_buckets), F.normalize(q, dim=-1, eps=SHORTEST)
+        number = math.prod(sizes)
+        bucket = buckets(q, w.rotations, sizes, number).long()
+        visible = torch.ones(1, q.shape[-2], dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+        if state is None:
+            out = self.attend(q, q, v, w, is_causal=True, key_mask=key_mask)
+            bucket = torch.where(visible[..., None, :], bucket, number)
+            return out, remember(keys, v, bucket, number=number, size=self.bucket_size)
+        outs, owned = [], False  # a state is a value: the caller's stays as it is
+        rows = (x.split(1, -2) for x in (self.scale * q, keys, v))
+        trace.record("token by token", "two chunks of each bucket and a log of the latest tokens are read", log=LOG)
+        for q1, k1, v1, bucket1, visible1 in zip(*rows, bucket.split(1, -1), visible.split(1, -1), strict=True):
+            out, state = step(q1, k1, v1, bucket1, visible1, state, distinct=self.correct_duplicates)
+            outs.append(out)
+            if int(state.logged) == LOG:
+                state, owned = flushed(state, owned=owned), True
+        return torch.cat(outs, -2), state

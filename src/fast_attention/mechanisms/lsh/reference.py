@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,7 +24,12 @@ SHORTEST = 1e-6  # a shorter query is not lengthened to a key of length 1
 
 @dataclass(frozen=True)
 class Rules:
-    """Which keys count: see ``arrange`` and ``hashed_sums``; ``number`` buckets, ``scale`` on the logits."""
+    """Which keys count: see ``arrange``; ``number`` buckets, ``scale`` on the logits.
+
+    ``distinct``: a key that is reached in several rounds counts in the first of them only, else in each.
+    ``is_causal`` takes tokens of one bucket to reach each other only, as ``ranked`` chunks do: there later in the
+    bucket is later in the sequence.
+    """
 
     number: int
     size: int
@@ -35,19 +40,28 @@ class Rules:
     scale: float
 
 
-def hashed_softmax(q: Tokens, v: Tokens, bucket: Codes, *, rules: Rules) -> Tokens:
+def hashed_softmax(q: Tokens, v: Tokens, bucket: Codes, **numbers: Any) -> Tokens:
     """``sum_j exp(s_ij) v_j / sum_j exp(s_ij)``, ``s_ij = scale q_i . q_j / |q_j|``, and v_i where nothing is reached.
 
-    Bucket ``rules.number`` holds what is masked. Autograd follows it; ``compiled.py`` computes the same.
+    Sums go over the keys that a query reaches in any round, itself left out. Bucket ``rules.number`` holds what is
+    masked. Time and memory O(rounds n size). Autograd follows it; ``compiled.py`` computes the same.
     """
+    rules = Rules(**numbers)
     arranged = arrange(bucket, number=rules.number, size=rules.size, ranked=rules.ranked, across=rules.across)
-    keys = F.normalize(q, dim=-1, eps=SHORTEST)
-    sums = hashed_sums(
-        rules.scale * q, keys, v, arranged,
-        size=rules.size, ranked=rules.ranked, is_causal=rules.is_causal, distinct=rules.distinct,
-    )  # fmt: skip
-    alone = sums.denominator == 0
-    return torch.where(alone, v, sums.numerator / sums.denominator.masked_fill(alone, 1.0))
+    k = F.normalize(q, dim=-1, eps=SHORTEST)
+    orders, backs, codes = (x.unbind(-2) for x in arranged)
+    sums = []
+    for r, (order, back) in enumerate(zip(orders, backs, strict=True)):
+        known = codes[0 if rules.distinct else r : r + 1]
+        sorted_codes = [permuted(code[..., None], order) for code in known]
+        a, b, c = (permuted(x, order) for x in (rules.scale * q, k, v))
+        parts = _one_round(a, b, c, sorted_codes, rules)
+        sums.append([permuted(part, back) for part in parts])
+    numerator, denominator, log_scales = (torch.stack(parts) for parts in zip(*sums, strict=True))
+    factor = (log_scales - log_scales.amax(0)).exp()
+    denominator = (factor * denominator).sum(0)
+    alone = denominator == 0
+    return torch.where(alone, v, (factor * numerator).sum(0) / denominator.masked_fill(alone, 1.0))
 
 
 @torch.no_grad()
@@ -115,49 +129,18 @@ def ranks(ascending: Codes) -> Codes:
     return position - cummax(torch.where(_starts(ascending), position, 0), -1)
 
 
-class Sums(NamedTuple):
-    """Per token: unnormalised outputs (..., L, Ev), the sum of weights (..., L, 1) and their log scale."""
-
-    numerator: Tensor
-    denominator: Tensor
-    log_scale: Tensor
-
-
-def hashed_sums(
-    q: Tokens, k: Tokens, v: Tokens, arranged: Arranged, *, size: int, ranked: bool, is_causal: bool, distinct: bool
-) -> Sums:
-    """Sums over the keys that a query reaches in any round, itself left out.
-
-    ``distinct``: a key that is reached in several rounds counts in the first of them only, else in each.
-    ``is_causal`` takes tokens of one bucket to reach each other only, as ``ranked`` chunks do: there later in the
-    bucket is later in the sequence. Time and memory O(rounds n size).
-    """
-    orders, backs, codes = (x.unbind(-2) for x in arranged)
-    sums = []
-    for r, (order, back) in enumerate(zip(orders, backs, strict=True)):
-        known = codes[0 if distinct else r : r + 1]
-        sorted_codes = [permuted(code[..., None], order) for code in known]
-        a, b, c = (permuted(x, order) for x in (q, k, v))
-        parts = _one_round(a, b, c, sorted_codes, size=size, ranked=ranked, is_causal=is_causal)
-        sums.append([permuted(part, back) for part in parts])
-    numerator, denominator, log_scales = (torch.stack(parts) for parts in zip(*sums, strict=True))
-    log_scale = log_scales.amax(0)
-    factor = (log_scales - log_scale).exp()
-    return Sums((factor * numerator).sum(0), (factor * denominator).sum(0), log_scale)
-
-
 def permuted(x: Tensor, order: Int[Tensor, "*batch length"]) -> Tensor:
     """The tokens of ``x`` (*batch, L, E) in the given order."""
     return x.gather(-2, order[..., None].expand(*order.shape, x.shape[-1]))
 
 
-def _one_round(
-    q: Tensor, k: Tensor, v: Tensor, codes: list[Tensor], *, size: int, ranked: bool, is_causal: bool
-) -> list[Tensor]:
+def _one_round(q: Tensor, k: Tensor, v: Tensor, codes: list[Tensor], rules: Rules) -> list[Tensor]:
     """Sums over what the last of ``codes`` (..., L, 1) reaches and none before it, all in the order of the buckets.
 
-    The sequence is split into blocks of queries, each with the slice of keys that its chunks can lie in.
+    Unnormalised outputs (..., L, Ev), the sums of weights (..., L, 1) and their log scales. The sequence is split into
+    blocks of queries, each with the slice of keys that its chunks can lie in.
     """
+    size, ranked, is_causal = rules.size, rules.ranked, rules.is_causal
     length = q.shape[-2]
     block = smaller(max(size // 2, min(size, SMALLEST_BLOCK)) if ranked else size, length)
     keys_left = smaller(2 * size - 1 if ranked else size, length - 1)

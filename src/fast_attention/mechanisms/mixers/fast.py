@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fast_attention.engine import operation, trace
+from fast_attention.engine.chunks import chunks_of
 from fast_attention.engine.heads import short
 from fast_attention.engine.operation import Fast, Operation
 
@@ -40,7 +41,8 @@ def triangle(
 
 def _lower_forward(W: Tensor, x: Tensor, *, keep: bool) -> tuple[Tensor, tuple[()]]:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for i, j in _blocks(W):
+    for at in chunks_of(BLOCK, len(W)):
+        i, j = at.start, at.stop
         diagonal = W[i:j, i:j].tril()
         for tokens, rows in zip(_sequences(x), _sequences(out), strict=True):
             torch.mm(diagonal, tokens[i:j], out=rows[i:j])
@@ -52,7 +54,8 @@ def _lower_backward(
     inputs: tuple[Any, ...], outputs: Any, saved: Any, gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
     (W, x), (dW, dx) = inputs, (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs)
-    for i, j in _blocks(W):
+    for at in chunks_of(BLOCK, len(W)):
+        i, j = at.start, at.stop
         weights = W[i:j, :j].tril(i)
         for tokens, grad, d_tokens in zip(*(_sequences(y) for y in (x, gradients[0], dx)), strict=True):
             dW[i:j, :j].addmm_(grad[i:j], tokens[:j].mT)
@@ -64,11 +67,6 @@ def _lower_backward(
 def _sequences(x: Tensor) -> tuple[Tensor, ...]:
     """One matrix for each sequence: views, where x allows it."""
     return x.reshape(-1, *x.shape[-2:]).unbind(0)
-
-
-def _blocks(W: Tensor) -> list[tuple[int, int]]:
-    """First row and end of every block."""
-    return [(i, min(i + BLOCK, len(W))) for i in range(0, len(W), BLOCK)]
 
 
 lower = Operation(

@@ -55,30 +55,18 @@ def gated_mlp(
     small attention from x to the gate (aMLP). Causal: the lower triangle of W. Masked tokens enter as zeros and are
     zeros again where W mixes, so that they change nothing.
     """
-    x = masks.drop(x, key_mask)
-    saved, gate = halves(x, w, key_mask=key_mask)
-    gate = spatial(gate, w, is_causal=is_causal)
+    x, length = masks.drop(x, key_mask), x.shape[-2]
+    saved, gate = F.gelu(F.linear(x, w.U.mT, w.U_bias)).chunk(2, -1)
+    gate = masks.drop(F.layer_norm(gate, gate.shape[-1:], w.gain, w.shift), key_mask)
+    W, b = spatial_weights(w.W, length), narrow(w.b, length, axis=0)
+    gate = lower(W, gate) + b[:, None] if is_causal else affine(W, gate, b)
     if w.tiny is not None:
         q, k, v = (x @ w.tiny.QKV).chunk(3, -1)
-        mask = masks.visible(x.shape[-2], x.shape[-2], is_causal=is_causal, key_mask=key_mask, device=x.device)
-        gate = gate + tiny_attention(q, k, v, mask) @ w.tiny.O
+        mask = masks.visible(length, length, is_causal=is_causal, key_mask=key_mask, device=x.device)
+        trace.record("a small head with all its scores at once", "added to the gate, under a mask", width=q.shape[-1])
+        scores = clamp(q) @ clamp(k).mT * q.shape[-1] ** -0.5
+        gate = gate + masks.masked_softmax(scores, mask) @ v @ w.tiny.O
     return F.linear(saved * gate, w.V.mT, w.V_bias)
-
-
-def halves(
-    x: Float[Tensor, "*batch length width"], w: GatedMLP, *, key_mask: Tensor | None
-) -> tuple[Float[Tensor, "*batch length half"], Float[Tensor, "*batch length half"]]:
-    """Z1 and LN(Z2) of visible tokens, token by token."""
-    saved, gate = F.gelu(F.linear(x, w.U.mT, w.U_bias)).chunk(2, -1)
-    return saved, masks.drop(F.layer_norm(gate, gate.shape[-1:], w.gain, w.shift), key_mask)
-
-
-def spatial(
-    gate: Float[Tensor, "*batch length half"], w: GatedMLP, *, is_causal: bool
-) -> Float[Tensor, "*batch length half"]:
-    """``W gate + b`` over the tokens, channel by channel: some or all of them."""
-    W, b = spatial_weights(w.W, gate.shape[-2]), narrow(w.b, gate.shape[-2], axis=0)
-    return lower(W, gate) + b[:, None] if is_causal else affine(W, gate, b)
 
 
 def spatial_weights(W: Tensor, length: int) -> Float[Tensor, "length length"]:
@@ -87,16 +75,6 @@ def spatial_weights(W: Tensor, length: int) -> Float[Tensor, "length length"]:
         return narrow(narrow(W, length, axis=0), length, axis=1)
     position = torch.arange(length, device=W.device)
     return W[position - position[:, None] + (W.shape[0] - 1) // 2]
-
-
-def tiny_attention(
-    q: Float[Tensor, "*batch length a"], k: Float[Tensor, "*batch keys a"], v: Float[Tensor, "*batch keys a"],
-    mask: Tensor | None,
-) -> Float[Tensor, "*batch length a"]:  # fmt: skip
-    """``softmax(q k^T / sqrt(a)) v``: one head of width a, from the block's input."""
-    trace.record("a small head with all its scores at once", "added to the gate, under a mask", width=q.shape[-1])
-    q, k = clamp(q), clamp(k)
-    return masks.masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, mask) @ v
 
 
 @dataclass(frozen=True, repr=False)

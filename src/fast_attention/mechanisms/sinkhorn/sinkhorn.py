@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 from fast_attention.engine import masks, tiles, trace
 from fast_attention.engine.blocks import join, split
-from fast_attention.engine.fused import fused_attention, open_attention
+from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.heads import short
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.operation import Operation, like_queries
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tracing import exporting, symbolic
+from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.sinkhorn.sorting import SortNet, block_permutation, sort_blocks, sort_net, split_keys
 from fast_attention.traits import BLOCKS, FUSED
@@ -59,8 +59,6 @@ def visible_softmax(
         if start == 0:  # nothing is before the first block
             mask = mask.expand(blocks.shape[-3], -1, -1).clone()
             mask[0, :, :size] = False
-    if exporting():  # the fused kernels ask how strides compare
-        return open_attention(blocks, sides[0], sides[1], mask).flatten(-3, -2)
     every, keys, values = (x.reshape(-1, *x.shape[-3:]) for x in (blocks, *sides))  # blocks stand for heads
     return fused_attention(every, keys, values, mask).reshape(*q.shape[:-1], v.shape[-1])
 
@@ -78,10 +76,6 @@ def _tiles_of_own_and_sorted(length: int, keys: int, size: int, start: int, is_c
     return tiles.Plan(torch.tensor([[rows]], dtype=torch.int32), torch.tensor(own, dtype=torch.int32))
 
 
-def _plan(q: Tensor, k: Tensor, *, size: int, start: int, is_causal: bool) -> tiles.Plan:
-    return _tiles_of_own_and_sorted(q.shape[-2], k.shape[-2], size, start, is_causal)
-
-
 def _short(q: Tensor, k: Tensor, *others: Any, **settings: Any) -> str:
     own = k[..., : k.shape[-2] - q.shape[-2], :]  # behind them are the sorted ones
     return "many short sequences" if short(own) else ""
@@ -89,7 +83,7 @@ def _short(q: Tensor, k: Tensor, *others: Any, **settings: Any) -> str:
 
 _visible_softmax = tiles.operation(
     visible_softmax,
-    _plan,
+    lambda q, k, **settings: _tiles_of_own_and_sorted(q.shape[-2], k.shape[-2], **settings),
     path="products over own and sorted block",
     name="softmax in tiles over own and sorted block",
     why="no sorted position is masked or padded",
