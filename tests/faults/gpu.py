@@ -363,16 +363,9 @@ FAULTS = [
     ),
     Fault(
         "a sink token that is near counts twice",
-        "mechanisms/hybrid/gpu.py",
-        "(block_offset <= near.after)",
-        "(block_offset < 0 * near.after)",
-        HYBRID + "plain_form",
-    ),
-    Fault(
-        "far sums are read at another scale",
-        "mechanisms/hybrid/gpu.py",
-        "log() + outside.log_scale[..., None, None]",
-        "log()",
+        "mechanisms/hybrid/reference.py",
+        "(ends < begin + plan.span)",
+        "(ends < begin)",
         HYBRID + "plain_form",
     ),
 ]

@@ -227,38 +227,23 @@ class Hybrid(Attention[Any, HybridState]):
         places: Any = {"is_causal": is_causal, "bias": bias, "learned": learned}
         return compiled.attend(q, k, v, key_mask, others, sinks, self.near, maps, **places).to(v.dtype)
 
-    def _sink_tokens(
-        self, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool
-    ) -> tuple[SinkTokens, Tensor]:
-        """The first and last visible keys, and which keys are visible beside them."""
-        visible = append(None, k, v, key_mask).visible
-        return SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
-
     def _attend_reference(
         self, q: Tensor, near: KVCache, sinks: SinkTokens, w: Any, *, start: int, is_causal: bool,
-        far: LinearState | None = None,
+        far: LinearState | None = None, near_part: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """The reference, of queries from position ``start`` on."""
         q, (far_w, bias, learned) = self.scaled(q), self.parts(w, q)
         maps, places = self.far.per_token(far_w), {"start": start, "is_causal": is_causal}
         return reference.attend(
-            q, *near, sinks, self.window, maps, **places, earlier=far, bias=bias, learned_sinks=learned
+            q, *near, sinks, self.window, maps, **places, earlier=far, bias=bias, learned_sinks=learned,
+            near_part=near_part,
         )  # fmt: skip
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Near and far keys under one normaliser, or exact attention where the near part covers everything."""
-        if gpu.unsupported_reason(self.near, q, k, v, key_mask, is_causal=is_causal):
-            return self._attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
-        near, (far_w, _, learned) = self.window, self.parts(w, q)
-        out, logs = gpu.near_part(near, q, k, v, key_mask, is_causal=is_causal)
-        sinks, others = self._sink_tokens(k, v, key_mask, is_causal=is_causal)
-        q = self.scaled(widen(q))
-        return gpu.merge_near_and_far(
-            out, logs, q, k, v, others, sinks, learned, self.far, far_w, near, is_causal=is_causal
-        )
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """``attend`` without FlexAttention."""
+        if not gpu.unsupported_reason(self.near, q, k, v, key_mask, is_causal=is_causal):
+            near = gpu.near_part(self.window, q, k, v, key_mask, is_causal=is_causal)
+            return self._plain(q, k, v, w, is_causal=is_causal, key_mask=key_mask, near_part=near)
         sizes = q.shape[-2], k.shape[-2]
         if not symbolic() and self.bias is None and self.near.covers(*sizes, is_causal=is_causal):
             if trace.asked():
@@ -276,15 +261,20 @@ class Hybrid(Attention[Any, HybridState]):
         return self._plain(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
-    def _plain(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+    def _plain(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None,
+        near_part: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """By the reference."""
-        sinks, others = self._sink_tokens(k, v, key_mask, is_causal=is_causal)
+        visible = append(None, k, v, key_mask).visible
+        sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
         if isinstance(self.near, Selected):
             (far_w, _, learned), parts = self.parts(w, q), (self.near, self.far, sinks, others)
             return attend_chosen(self.scaled(q), k, v, far_w, learned, *parts, key_mask=key_mask)
         return self._attend_reference(
-            q, KVCache(k, v, others), sinks, w, start=k.shape[-2] - q.shape[-2], is_causal=is_causal
-        )
+            q, KVCache(k, v, others), sinks, w, start=k.shape[-2] - q.shape[-2], is_causal=is_causal,
+            near_part=near_part,
+        )  # fmt: skip
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: HybridState | None, *, key_mask: Tensor | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -14,11 +14,11 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.features import Relu
 from fast_attention.left_padding import keys_to_front
-from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.mechanism import Attention, Shape
 from fast_attention.mechanisms.linear import linear_state
+from fast_attention.mechanisms.linear.kernelised import TRAITS
 from fast_attention.mechanisms.linear.linear_attention import LinearAttention
 from fast_attention.mechanisms.linear.linear_state import LinearState
-from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
 
@@ -89,16 +89,11 @@ class CosFormer(Attention[Positions, CosFormerState]):
 
     eps: float = 1e-6
 
-    traits = Traits(
+    traits = replace(
+        TRAITS,
         paper="Qin et al. 2022, arXiv 2202.08791",
         formula="linear attention, relu(q_i) . relu(k_j) cos(pi (i - j) / 2M)",
         cost="n d^2",
-        complexity_exponent=1.0,
-        gpu=KERNELS,
-        causal=True,
-        padding=True,
-        cross=True,
-        memory="constant",
         needs_max_len=True,
     )
 

@@ -5,7 +5,7 @@ Pretrained models are fine-tuned into either; T2R is Kasai et al. 2021.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -18,11 +18,10 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.feature_maps.features import Relu
 from fast_attention.feature_maps.random_features import draw
-from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised, Map
+from fast_attention.mechanism import Shape
+from fast_attention.mechanisms.linear.kernelised import TRAITS, CoreMap, Kernelised, Map
 from fast_attention.mechanisms.linear.linear_attention import LinearAttention
 from fast_attention.mechanisms.linear.linear_state import LinearState
-from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
 
@@ -50,16 +49,10 @@ class LearnedFeatures(Kernelised[Maps]):
     num_features: int = 64
     scale: float = 1.0
 
-    traits = Traits(
+    traits = replace(
+        TRAITS,
         paper="Zhang et al. 2024, arXiv 2402.04347",
         formula="linear attention, phi(x) = [exp(W x), exp(-W x)] exp(-|x|^2 / 2) with W learned",
-        cost="n m d",
-        complexity_exponent=1.0,
-        gpu=KERNELS,
-        causal=True,
-        padding=True,
-        cross=True,
-        memory="constant",
         learned=True,
     )
 
@@ -104,16 +97,10 @@ class T2R(Kernelised[Layer]):
     num_features: int = 32
     eps: float = 1e-6
 
-    traits = Traits(
+    traits = replace(
+        TRAITS,
         paper="Kasai et al. 2021, arXiv 2103.13076",
         formula="linear attention, phi(x) = max(W x + b, 0) with W and b learned",
-        cost="n m d",
-        complexity_exponent=1.0,
-        gpu=KERNELS,
-        causal=True,
-        padding=True,
-        cross=True,
-        memory="constant",
         learned=True,
     )
 
