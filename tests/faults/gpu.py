@@ -245,15 +245,15 @@ FAULTS = [
     Fault(
         "not causal, sums from the end hold a query's own key too",
         "mechanisms/linear/decayed.py",
-        "(q * decay_factor if by_channel else q, _next(k, -2), _next(v, -2))",
+        "(q * factor if by_channel else q, _next(k), _next(v))",
         "(q, k, v)",
         "tests/gpu/test_decayed.py -k the_oracle",
     ),
     Fault(
         "not causal, sums from the end fade a token too late",
         "mechanisms/linear/decayed.py",
-        "_next(to_next, axis).flip(axis), mask",
-        "to_next.flip(axis), mask",
+        "mask, _next(to_next).flip(-2)",
+        "mask, to_next.flip(-2)",
         "tests/gpu/test_decayed.py -k the_oracle",
     ),
     Fault(

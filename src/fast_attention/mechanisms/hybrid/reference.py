@@ -231,14 +231,24 @@ def attend(
         outside = FarSums(before.sums[..., 0, :, :], before.log_scale[..., 0])
         return attend_near(q, k, v, visible, sinks, maps[0](q), outside, numbers, learned_sinks)
     front = start % size  # whole blocks are padded in front
-    q, *of_near = (
-        pad(x, (0, 0, front, 0)) if x is not None and (symbolic() or front) else x
-        for x in (q, *(near_part or (None, None)))
-    )
+    rows = [q, *(near_part or ())]
+    q, *of_near = (pad(x, (0, 0, front, 0)) for x in rows) if symbolic() or front else rows
     plan = Plan.of(near, length + front, keys, start - front, is_causal=is_causal)
     numbers = offsets.between(bias, 1 - plan.keys_left - size, size + plan.span - 1, q)[0]
     features = maps[0](q), masked_keys(maps[1], k, visible)
-    tensors = q, k, v, visible, *sinks, *features[0], *features[1], *before, numbers, learned_sinks, *of_near
+    tensors = (
+        q,
+        k,
+        v,
+        visible,
+        *sinks,
+        *features[0],
+        *features[1],
+        *before,
+        numbers,
+        learned_sinks,
+        *(of_near or (None, None)),
+    )
     out = _NODE(*tensors, **dict(zip(plan._fields, plan, strict=True)))
     return out[..., front:, :] if symbolic() or front else out
 

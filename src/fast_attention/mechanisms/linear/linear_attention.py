@@ -85,5 +85,5 @@ class LinearAttention(Kernelised[tuple[()]]):
         if not isinstance(self._map, Elementwise):
             return None
         settings: Any = {"phi": self._map, "normalize": True, "eps": self.eps, "is_causal": is_causal}
-        logs = q.new_zeros(q.shape[:-1], dtype=torch.float32)
+        logs = q.new_zeros(*q.shape[:-1], 1, dtype=torch.float32)
         return decayed.attend_packed(q, k, v, logs, lengths, key_mask, **settings)
