@@ -236,20 +236,8 @@ def attend(
     plan = Plan.of(near, length + front, keys, start - front, is_causal=is_causal)
     numbers = offsets.between(bias, 1 - plan.keys_left - size, size + plan.span - 1, q)[0]
     features = maps[0](q), masked_keys(maps[1], k, visible)
-    tensors = (
-        q,
-        k,
-        v,
-        visible,
-        *sinks,
-        *features[0],
-        *features[1],
-        *before,
-        numbers,
-        learned_sinks,
-        *(of_near or (None, None)),
-    )
-    out = _NODE(*tensors, **dict(zip(plan._fields, plan, strict=True)))
+    tensors = q, k, v, visible, *sinks, *features[0], *features[1], *before, numbers, learned_sinks
+    out = _NODE(*tensors, *(of_near or (None, None)), plan=plan)
     return out[..., front:, :] if symbolic() or front else out
 
 
@@ -257,14 +245,14 @@ def _near_and_far(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink_k: Tensor, sink_v: Tensor, sinks_at: Tensor,
     phi_q: Tensor, scale_q: Tensor | None, phi_k: Tensor, scale_k: Tensor | None, sums: Tensor, log_scale: Tensor,
     numbers: Tensor | None, learned_sinks: Tensor | None, near_out: Tensor | None, near_log: Tensor | None,
-    **places: Any,
+    *, plan: tuple[Any, ...],
 ) -> Tensor:  # fmt: skip
     """Outputs of blocks of queries over their spans, the sink tokens and the keys outside every span.
 
     ``sums`` over ``exp(log_scale)`` are those of all earlier keys; ``numbers`` (heads, offsets) are what near keys'
     scores gain by the offsets of a block's span. ``near_out`` and ``near_log`` stand for all keys of a span.
     """
-    plan, sinks, earlier = Plan(**places), SinkTokens(sink_k, sink_v, sinks_at), FarSums(sums, log_scale)
+    plan, sinks, earlier = Plan(*plan), SinkTokens(sink_k, sink_v, sinks_at), FarSums(sums, log_scale)
     block, number, device = plan.block, plan.query_blocks, q.device
     blocks = earlier.narrow(0, 0)
     if exporting() or plan.key_blocks:

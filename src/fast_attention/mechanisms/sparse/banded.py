@@ -57,26 +57,19 @@ def attend(
     if attn_mask is None and dropout == 0.0:
         return _banded(q, k, v, key_mask, *terms, sinks, **settings)
     trace.record("softmax in blocks", "dropout" if attn_mask is None else "a mask of the caller's")
-    return banded_softmax(q, k, v, key_mask, *terms, sinks, attn_mask, dropout=dropout, **settings)
+    run = banded_softmax if bias is None else in_float32(banded_softmax)
+    return run(q, k, v, key_mask, *terms, sinks, attn_mask, dropout=dropout, **settings)
 
 
 def banded_softmax(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None = None,
     vectors: Tensor | None = None, sinks: Tensor | None = None, attn_mask: Tensor | None = None,
-    *, dropout: float = 0.0, first: int, **settings: Any,
+    *, scale: float, dropout: float = 0.0, first: int, **settings: Any,
 ) -> Tensor:  # fmt: skip
     """The reference, under any mask: blocks of queries read overlapping slices of keys, which are views.
 
     Terms of positions belong to offsets from ``first`` on.
     """
-    attend = _in_slices if numbers is None else in_float32(_in_slices)  # thousands are no numbers of low precision
-    return attend(q, k, v, key_mask, numbers, vectors, sinks, attn_mask, dropout=dropout, **settings)
-
-
-def _in_slices(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, attn_mask: Tensor | None, *, scale: float, dropout: float, **settings: Any,
-) -> Tensor:  # fmt: skip
     length, keys = q.shape[-2], k.shape[-2]
     band, keys_left, front, before = _band(length, keys, q.device, **settings)
     block, span = band.shape

@@ -151,26 +151,6 @@ def _best(scores: Float[Tensor, "*batch rows blocks"], number: int) -> Int[Tenso
     return blocks.masked_fill(values == NEVER, -1)
 
 
-def chosen_softmax(
-    q: Float[Tensor, "*batch length width"],
-    k: Float[Tensor, "*batch keys width"],
-    v: Float[Tensor, "*batch keys values"],
-    choices: Int[Tensor, "*batch length choices"],
-    key_mask: Bool[Tensor, "*#batch2 keys"],
-    sinks: Float[Tensor, "heads"] | None = None,
-    *,
-    size: int,
-    start: int,
-    scale: float,
-) -> Float[Tensor, "*batch length values"]:
-    """Softmax of each query, the first at position ``start`` and the last the last key, over the past blocks of its
-    ``choices`` (-1 names none) and, causally, over the block that it stands in.
-
-    A query that sees nothing gets zeros. With ``sinks`` normalisers are larger by ``e^sink``.
-    """
-    return _chosen(q, k, v, key_mask, None, None, sinks, choices, size=size, start=start, scale=scale)
-
-
 class Tiles(NamedTuple):
     """Tiles of queries that chose the same block of keys; entry ``i * choices + c`` is choice c of query i."""
 
@@ -262,7 +242,7 @@ def _plan(q: Tensor, k: Tensor, choices: Tensor, *, size: int, start: int) -> ti
     return tiles.Plan.of_choices(choices, size)
 
 
-_chosen = tiles.operation(
+chosen_softmax = tiles.operation(
     _chosen_softmax,
     _plan,
     path="softmax in tiles of gathered queries",
@@ -283,10 +263,14 @@ def attend_past(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, means: Tensor, alive: Tensor,
     sinks: Tensor | None, *, size: int, topk: int, start: int, scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """Outputs of queries from position ``start`` on, the last of which is the last key."""
+    """Softmax of queries from position ``start`` on, the last of which is the last key, over the past blocks that each
+    chooses and, causally, over the block that it stands in; zeros where it sees nothing.
+
+    With ``sinks`` normalisers are larger by ``e^sink``.
+    """
     choices = of_tokens(q, means, alive, size=size, start=start, number=topk - 1)
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    return chosen_softmax(q, k, v, choices, visible, sinks, size=size, start=start, scale=factor)
+    return chosen_softmax(q, k, v, visible, None, None, sinks, choices, size=size, start=start, scale=factor)
 
 
 @dataclass(frozen=True, repr=False)
