@@ -77,10 +77,6 @@ def _sums(blocks: Float[Tensor, "*batch blocks size width"]) -> Float[Tensor, "*
     return sums.view(*blocks.shape[:-2], blocks.shape[-1])
 
 
-def _table(q: Tensor, k: Tensor, key_mask: Tensor | None, *, size: int, topk: int) -> Tensor:
-    return q.new_empty(*q.shape[:-2], count(q.shape[-2], size), topk, dtype=torch.int64)
-
-
 def blocks_of_blocks(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch length width"],
@@ -102,11 +98,10 @@ def blocks_of_blocks(
     return _best(scores.masked_fill(block[:, None] == block, float("inf")), topk)
 
 
-of_blocks = Operation(blocks_of_blocks, empty=_table)
-
-
-def _choices(q: Tensor, means: Tensor, alive: Tensor, *, size: int, start: int, number: int) -> Tensor:
-    return q.new_empty(*q.shape[:-1], number, dtype=torch.int64)
+of_blocks = Operation(
+    blocks_of_blocks,
+    empty=lambda q, *_, size, topk: q.new_empty(*q.shape[:-2], count(q.shape[-2], size), topk, dtype=torch.int64),
+)
 
 
 def blocks_of_tokens(
@@ -134,7 +129,9 @@ def blocks_of_tokens(
     return torch.cat(parts, -2)
 
 
-of_tokens = Operation(blocks_of_tokens, empty=_choices)
+of_tokens = Operation(
+    blocks_of_tokens, empty=lambda q, *_, number, **places: q.new_empty(*q.shape[:-1], number, dtype=torch.int64)
+)
 
 
 def _of_some(q: Tensor, means: Tensor, alive: Tensor, *, size: int, start: int, number: int) -> Tensor:
