@@ -66,23 +66,16 @@ def attend_chosen(
     sinks = SinkTokens(sinks.k[..., None, :, :], sinks.v[..., None, :, :], sinks.position[..., None, :])
     queries, keys = phi_q(q), masked_keys(phi_k, k, others)
     row = None if queries.log_scale is None else split_row(queries.log_scale, size)
+    of_queries = Features(split(queries.values, size), row)
     sums = block_sums(keys, v, start=0, block=size, number=count(k.shape[-2], size))
     sums = _sums_of_others(sums, table)
     chosen, visible = table.clamp(min=0), split_mask(others, size)
     visible = visible.expand(*k.shape[:-2], *visible.shape[-2:])[..., None]
     visible = ((table >= 0)[..., None] & take(visible, chosen)[..., 0]).flatten(-2)
     near_k, near_v = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
-    out = attend_near(
-        split(q, size),
-        near_k,
-        near_v,
-        visible,
-        sinks,
-        Features(split(queries.values, size), row),
-        sums,
-        None,
-        None if learned_sinks is None else learned_sinks[:, None],
-    )
+    learned = None if learned_sinks is None else learned_sinks[:, None]
+    tokens, unknown = (split(q, size), near_k, near_v, ~visible[..., None, :]), ~sinks.present[..., None, :]
+    out = attend_near(*tokens, sinks, unknown, of_queries, sums, None, learned)
     return join(out, q.shape[-2])
 
 

@@ -8,6 +8,7 @@ So one softmax normalises everything, and the exponential of a large number is n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -229,7 +230,9 @@ def attend(
     if is_causal and not traced() and length == 1 and start // size <= near.before:  # a step: every key is near
         numbers = offsets.between(bias, -start, keys, q)[0]
         outside = FarSums(before.sums[..., 0, :, :], before.log_scale[..., 0])
-        return attend_near(q, k, v, visible, sinks, maps[0](q), outside, numbers, learned_sinks)
+        hidden, unknown = ~visible[..., None, :], ~sinks.present[..., None, :]
+        added = None if numbers is None else numbers[:, None]
+        return attend_near(q, k, v, hidden, sinks, unknown, maps[0](q), outside, added, learned_sinks)
     front = start % size  # whole blocks are padded in front
     rows = [q, *(near_part or ())]
     q, *of_near = (pad(x, (0, 0, front, 0)) for x in rows) if symbolic() or front else rows
@@ -252,7 +255,7 @@ def _near_and_far(
     ``sums`` over ``exp(log_scale)`` are those of all earlier keys; ``numbers`` (heads, offsets) are what near keys'
     scores gain by the offsets of a block's span. ``near_out`` and ``near_log`` stand for all keys of a span.
     """
-    plan, sinks, earlier = Plan(*plan), SinkTokens(sink_k, sink_v, sinks_at), FarSums(sums, log_scale)
+    plan, earlier = Plan(*plan), FarSums(sums, log_scale)
     block, number, device = plan.block, plan.query_blocks, q.device
     blocks = earlier.narrow(0, 0)
     if exporting() or plan.key_blocks:
@@ -264,44 +267,45 @@ def _near_and_far(
         return slices(x, block=block, **sides, number=number, start=plan.start)
 
     first = plan.start + torch.arange(number, device=device)[:, None] * block
-    at, ends = first + torch.arange(block, device=device), sinks.position[..., None, None, :]
-    unknown = ~sinks.present[..., None, None, :]
+    sinks = SinkTokens(sink_k[..., None, :, :], sink_v[..., None, :, :], sinks_at[..., None, :])
+    at, ends = first + torch.arange(block, device=device), sinks.position[..., None, :]
+    unknown, hidden = ~sinks.present[..., None, :], ~around(visible[..., None])[..., 0][..., None, :]
     if plan.is_causal:
         unknown = unknown | (ends > at[..., None])
-    q = q * q.shape[-1] ** -0.5
+        hidden = hidden | ~masks.band(block, plan.keys_left, plan.keys_right, left=None, right=0, device=device)
+    near_part: Sequence[Tensor] = ()
     if near_out is not None and near_log is not None:  # which hold the sink tokens of the span
-        near, begin = split(near_log, block), first[..., None] - plan.keys_left
+        near_part, begin = (split(near_out, block), split(near_log, block)), first[..., None] - plan.keys_left
         unknown = unknown | ((ends >= begin) & (ends < begin + plan.span))
-    else:
-        hidden = ~around(visible[..., None])[..., 0][..., None, :]
-        if plan.is_causal:
-            sides = {"left": None, "right": 0, "device": device}
-            hidden = hidden | ~masks.band(block, plan.keys_left, plan.keys_right, **sides)
-        near = split(q, block) @ around(k).mT
-        near = near if numbers is None else near + offsets.toeplitz(numbers, block)[:, None]
-        near = torch.where(hidden, float("-inf"), near)
-    logits = [near, split(q @ sinks.k.mT, block).masked_fill(unknown, float("-inf"))]
     queries = Features(split(phi_q, block), None if scale_q is None else split_row(scale_q, block))
-    weights, far = _softmax(logits, queries, outside, None if learned_sinks is None else learned_sinks[:, None])
-    of_near, of_sinks = weights[..., : near.shape[-1]], weights[..., near.shape[-1] :]
-    out = far + (of_near @ around(v) if near_out is None else of_near * split(near_out, block))
-    return join(out, q.shape[-2]) + join(of_sinks, q.shape[-2]) @ sinks.v
+    added = None if numbers is None else offsets.toeplitz(numbers, block)[:, None]
+    learned = None if learned_sinks is None else learned_sinks[:, None]
+    near = split(q, block), around(k), around(v), hidden
+    return join(attend_near(*near, sinks, unknown, queries, outside, added, learned, near_part), q.shape[-2])
 
 
 _NODE = Operation(_near_and_far, empty=like_queries)
 
 
 def attend_near(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: SinkTokens, queries: Features, outside: FarSums,
-    numbers: Float[Tensor, "heads keys"] | None, learned_sinks: Float[Tensor, "*#batch"] | None,
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, sinks: SinkTokens, unknown: Tensor, queries: Features,
+    outside: FarSums, added: Tensor | None, learned_sinks: Float[Tensor, "*#batch"] | None,
+    near_part: Sequence[Tensor] = (),
 ) -> Float[Tensor, "*batch length values"]:  # fmt: skip
-    """``_near_and_far`` where all keys are near and no sink token comes later: a step of decoding."""
+    """Outputs over near keys but the ``hidden`` ones, sink tokens but the ``unknown`` ones, and the keys ``outside``.
+
+    ``added`` is what scores of near keys gain. A ``near_part`` stands for near keys: outputs, logarithms of weights.
+    """
     q = q * q.shape[-1] ** -0.5
-    near = q @ k.mT if numbers is None else q @ k.mT + numbers[:, None]
-    pairs = ((near, visible), (q @ sinks.k.mT, sinks.present))
-    logits = [torch.where(visible[..., None, :], scores, float("-inf")) for scores, visible in pairs]
+    if near_part:
+        v, near = near_part
+    else:
+        near = q @ k.mT if added is None else q @ k.mT + added
+        near = torch.where(hidden, float("-inf"), near)
+    logits = [near, (q @ sinks.k.mT).masked_fill(unknown, float("-inf"))]
     weights, far = _softmax(logits, queries, outside, learned_sinks)
-    return far + weights[..., : v.shape[-2]] @ v + weights[..., v.shape[-2] :] @ sinks.v
+    of_near, of_sinks = weights[..., : near.shape[-1]], weights[..., near.shape[-1] :]
+    return far + (of_near * v if near_part else of_near @ v) + of_sinks @ sinks.v
 
 
 def _softmax(
