@@ -25,7 +25,7 @@ FAULTS = [
           "tests/test_oracles.py -k channel"),
     Fault("a layer of features has no bias", "mechanisms/linear/learned_features.py", " + self.bias[:, None].to(x.dtype)", "",
           "tests/test_oracles.py -k T2R"),
-    Fault("queries change their sign in decoding", "mechanisms/linear/learned_features.py", "advance(w(q)", "advance(w(-q)",
+    Fault("queries change their sign in decoding", "mechanisms/linear/kernelised.py", "advance_features(queries(q)", "advance_features(queries(-q)",
           "tests/conformance/test_contract.py -k 'decode and T2R'"),
     Fault("scaled pairs see later keys", "mechanisms/linear/reference.py", "(_later(a.shape[-2], a), float(\"-inf\"))",
           "(_later(a.shape[-2], a), 0.0)", "tests/linear/test_linear.py -k alignment"),
