@@ -27,11 +27,11 @@ from fast_attention.engine.kv_cache import KVCache, append, concat_tokens
 from fast_attention.engine.tracing import exporting, traced
 from fast_attention.mechanism import Attention, Mixer, Places, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import Softmax, softmax_attention
+from fast_attention.mechanisms.hybrid.reference import SinkTokens
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.traits import PARTS
 from fast_attention.value import at_least
 
-MISSING = 2**62  # the position of a visible key that does not exist
 FEW = "no more keys than above"
 
 
@@ -138,15 +138,11 @@ def _counts(mask: Bool[Tensor, "*batch keys"], length: int) -> Int[Tensor, "*bat
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, short: Softmax, most: int, *, is_causal: bool) -> Tensor:
     """Softmax over the first ``most`` visible keys of every sequence, which are brought together."""
-    keys = mask.shape[-1]
-    position = torch.where(mask, torch.arange(keys, device=mask.device), MISSING)
-    position = F.pad(position, (0, most), value=MISSING).sort(-1).values[..., :most]
-    index = position.clamp(max=keys - 1)[..., None]
-    k, v = (x.gather(-2, index.expand(*x.shape[:-2], most, x.shape[-1])) for x in (k, v))
+    first = SinkTokens.of(k, v, mask, first=most, last=0)[0]
     if not is_causal:
-        return softmax_attention(q, k, v, key_mask=position < MISSING, scale=short.scale)
+        return softmax_attention(q, first.k, first.v, key_mask=first.present, scale=short.scale)
     visible = torch.arange(most, device=mask.device) < _counts(mask, q.shape[-2])[..., None]
-    return softmax_attention(q, k, v, attn_mask=visible, scale=short.scale)
+    return softmax_attention(q, first.k, first.v, attn_mask=visible, scale=short.scale)
 
 
 class Weights(NamedTuple):

@@ -5,22 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from fast_attention.engine.scan import FLOOR
-from fast_attention.engine.tracing import symbolic
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.selected import Selected
 
 
-def unsupported_reason(
-    near: BlockLocal | Selected, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool
-) -> str:
+def unsupported_reason(near: BlockLocal | Selected, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
     """Why this call does not run this way; empty where it does."""
     if isinstance(near, Selected):
         return "chosen blocks"
     if near.bias is not None:
         return "a bias"
-    if not symbolic() and near.covers(q.shape[-2], k.shape[-2], is_causal=is_causal):
-        return "all keys are near"
     return patterns.unsupported_reason(q, k, v, key_mask, logged=True)
 
 

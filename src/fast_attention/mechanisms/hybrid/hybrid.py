@@ -34,7 +34,7 @@ from fast_attention.mechanisms.hybrid import compiled, gpu, reference
 from fast_attention.mechanisms.hybrid.reference import FarSums, SinkTokens, attend_near, block_sums
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
-from fast_attention.mechanisms.linear.kernelised import Kernelised
+from fast_attention.mechanisms.linear.kernelised import Kernelised, per_token
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.reference import masked_keys
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
@@ -61,7 +61,7 @@ def attend_chosen(
 
     The exponentials of ``learned_sinks`` (H,) add to normalisers.
     """
-    size, (phi_q, phi_k) = near.block_size, far.per_token(w)
+    size, (phi_q, phi_k) = near.block_size, per_token(far.maps(w))
     table = of_blocks(q, k, key_mask, size=size, topk=near.topk)
     sinks = SinkTokens(sinks.k[..., None, :, :], sinks.v[..., None, :, :], sinks.position[..., None, :])
     queries, keys = phi_q(q), masked_keys(phi_k, k, others)
@@ -226,7 +226,7 @@ class Hybrid(Attention[Any, HybridState]):
     ) -> Tensor:  # fmt: skip
         """The reference, of queries from position ``start`` on."""
         q, (far_w, bias, learned) = self.scaled(q), self.parts(w, q)
-        maps, places = self.far.per_token(far_w), {"start": start, "is_causal": is_causal}
+        maps, places = per_token(self.far.maps(far_w)), {"start": start, "is_causal": is_causal}
         return reference.attend(
             q, *near, sinks, self.window, maps, **places, earlier=far, bias=bias, learned_sinks=learned,
             near_part=near_part,
@@ -234,9 +234,6 @@ class Hybrid(Attention[Any, HybridState]):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Near and far keys under one normaliser, or exact attention where the near part covers everything."""
-        if not gpu.unsupported_reason(self.near, q, k, v, key_mask, is_causal=is_causal):
-            near = gpu.near_part(self.window, q, k, v, key_mask, is_causal=is_causal)
-            return self._plain(q, k, v, w, is_causal=is_causal, key_mask=key_mask, near_part=near)
         sizes = q.shape[-2], k.shape[-2]
         if not symbolic() and self.bias is None and self.near.covers(*sizes, is_causal=is_causal):
             if trace.asked():
@@ -244,6 +241,9 @@ class Hybrid(Attention[Any, HybridState]):
             near: Any = w.near if self.near.needs_weights else ()
             visible: Any = {"is_causal": is_causal, "key_mask": key_mask}
             return softmax_attention(q, k, v, **visible, scale=self.near.scale, sinks=self.near.sinks_of(near))
+        if not gpu.unsupported_reason(self.near, q, k, v, key_mask):
+            near_part = gpu.near_part(self.window, q, k, v, key_mask, is_causal=is_causal)
+            return self._plain(q, k, v, w, is_causal=is_causal, key_mask=key_mask, near_part=near_part)
         out = self._from_core(q, k, v, w, key_mask, is_causal=is_causal)
         if isinstance(out, Tensor):
             return out
@@ -282,7 +282,7 @@ class Hybrid(Attention[Any, HybridState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: HybridState | None, out: Tensor | None, *,
         key_mask: Tensor | None,
     ) -> tuple[Tensor, HybridState]:  # fmt: skip
-        phi = self.far.per_token(self.parts(w, q)[0])[1]
+        phi = per_token(self.far.maps(self.parts(w, q)[0]))[1]
         before = 0 if state is None else state.sinks.present.sum(-1, keepdim=True)
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0, before=before)

@@ -64,10 +64,6 @@ class Kernelised(Attention[W, LinearState]):
         assert core_map is not None
         return core_map.maps(unbiased=True)
 
-    def per_token(self, w: W) -> tuple[TokenMap, TokenMap]:
-        """``maps`` over each token's largest feature, for sums with other weights than products of features."""
-        return per_token(self.maps(w))
-
     @property
     def signed(self) -> bool:
         """Whether a weight can be negative."""
