@@ -101,8 +101,7 @@ def test_plans_of_grids(m: Any, length: int, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(grid, "_in_grid", noted)
     m(*(torch.zeros(1, 1, length, 1, dtype=torch.bfloat16) for _ in "qkv"))
-    axes = [grid.Axis(*(given[f"{x}_{y}"] for y in ("window", "dilation", "shift", "tile"))) for x in ("row", "column")]
-    settings = (length, given["width"], given["leading"], *axes)
+    settings = (length, *(given[name] for name in ("width", "leading", "down", "across")))
     plan, order = grid._grid_plan(*settings), grid._order(*settings)
     if order is None:
         sees(plan, visible_keys(m, length))

@@ -35,7 +35,8 @@ def chosen(
 def passes(given: list[Any], settings: dict[str, Any]) -> list[Tensor]:
     """The output, and the gradients of tokens and sinks."""
     leaves: list[Any] = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
-    out = selected.chosen_softmax(*leaves, **settings)
+    q, k, v, choices, mask, *sinks = leaves
+    out = selected.chosen_softmax(q, k, v, mask, None, None, *(sinks or [None]), choices, **settings)
     gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, [x for x in leaves if x.requires_grad], gradient)]
 
@@ -95,12 +96,13 @@ def test_equal_bits_for_any_number_of_threads() -> None:
 def test_the_core_reads_no_block_that_is_not_past() -> None:
     """Whatever the choices name: blocks of the future, and none at all, are not among the keys."""
     (q, k, v, choices, mask, _), settings = chosen(150, 150, 3, 16)
-    out = selected.chosen_softmax(q, k, v, choices, mask, **settings)
+    tokens = q, k, v, mask, None, None, None
+    out = selected.chosen_softmax(*tokens, choices, **settings)
     own = torch.arange(150)[:, None] // 16
     more = torch.cat([choices, own.expand(2, 2, -1, 1), torch.full_like(choices, 99)], -1)
-    assert torch.equal(selected.chosen_softmax(q, k, v, more, mask, **settings), out)
+    assert torch.equal(selected.chosen_softmax(*tokens, more, **settings), out)
     with pytest.raises(RuntimeError, match="choices do not fit"):
-        selected.chosen_softmax(q, k, v, choices[..., :-1, :], mask, **settings)
+        selected.chosen_softmax(*tokens, choices[..., :-1, :], **settings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

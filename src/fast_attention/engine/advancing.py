@@ -26,31 +26,35 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 LEAST = 512  # tokens of a chunk: shorter ones have more operations than they save memory
 NUMBERS = 2**21  # of all values, from which on what is saved pays for computing all but the sums twice
 SEVERAL = 4  # chunks at least
-State = tuple[Tensor, ...]
+Rows = tuple[Tensor, ...]
 # (tokens of a chunk, weights, state before it) -> (rows of the output, or none; state after it)
-Step = Callable[[Sequence[Any], Sequence[Any], State], tuple[tuple[Tensor, ...], State]]
+Step = Callable[[Sequence[Any], Any, Any], tuple[Rows, Any]]
 
 
-def scan(
-    step: Step, tokens: Sequence[Tensor | None], weights: Sequence[Any], state: State, *, size: int
-) -> tuple[tuple[Tensor, ...], State]:
+def scan(step: Step, tokens: Sequence[Tensor | None], weights: Any, state: Any, *, size: int) -> tuple[Rows, Any]:
     """``step`` over chunks of ``size`` tokens, first to last: all rows, and the state after the last chunk.
 
     Args:
         step: What one chunk does. Where it holds parameters of its own, which autograd would not find through chunks,
             the whole sequence is one.
         tokens: Tensors (..., L, E) that are split along L; None and booleans have no gradient.
-        weights: Tensors, or None, that every chunk uses.
-        state: The state before the first chunk.
+        weights: Tensors, or None, that every chunk uses, in containers of any layout.
+        state: The state before the first chunk: tensors, in containers of any layout.
         size: Tokens of a chunk.
     """
-    run = _RULE if _closed(step, tokens, weights, state) else _plain
-    results = run(*tokens, *weights, *state, step=step, counts=(len(tokens), len(weights)), size=size)
-    rows = len(results) - len(state)
-    return results[:rows], results[rows:]
+    (fixed, layout), (numbers, fields) = tree_flatten(weights), tree_flatten(state)
+
+    def flattened(tokens: Sequence[Any], weights: Sequence[Any], before: Rows) -> tuple[Rows, Rows]:
+        rows, after = step(tokens, tree_unflatten(weights, layout), tree_unflatten(before, fields))
+        return rows, tuple(tree_flatten(after)[0])
+
+    run = _RULE if _closed(flattened, tokens, fixed, tuple(numbers)) else _plain
+    results = run(*tokens, *fixed, *numbers, step=flattened, counts=(len(tokens), len(fixed)), size=size)
+    rows = len(results) - len(numbers)
+    return results[:rows], tree_unflatten(results[rows:], fields)
 
 
-def _closed(step: Step, tokens: Sequence[Any], weights: Sequence[Any], state: State) -> bool:
+def _closed(step: Step, tokens: Sequence[Any], weights: Sequence[Any], state: Rows) -> bool:
     """Whether a step of one token has no gradient but those of its arguments."""
     if not torch.is_grad_enabled():
         return True
@@ -60,7 +64,7 @@ def _closed(step: Step, tokens: Sequence[Any], weights: Sequence[Any], state: St
     return not any(x.requires_grad for x in (*rows, *after))
 
 
-def _split(everything: Sequence[Any], counts: tuple[int, int]) -> tuple[Sequence[Any], Sequence[Any], State]:
+def _split(everything: Sequence[Any], counts: tuple[int, int]) -> tuple[Sequence[Any], Sequence[Any], Rows]:
     tokens, state = counts[0], sum(counts)
     return everything[:tokens], everything[tokens:state], tuple(everything[state:])
 
@@ -141,12 +145,12 @@ def in_chunks(advance: Method) -> Method:
         if not size:
             return advance(self, q, k, v, w, state, key_mask=key_mask)
 
-        def step(q: Tensor, k: Tensor, v: Tensor, w: Any, before: Any, key_mask: Tensor | None) -> Any:
-            out, after = advance(self, q, k, v, w, before, key_mask=key_mask)
+        def step(tokens: Sequence[Any], w: Any, before: Any) -> Any:
+            out, after = advance(self, *tokens[:3], w, before, key_mask=_row(tokens[3]))
             return (out,), after
 
         before = _before(self, k, v, w) if state is None else state
-        (out,), after = _scanned(step, (q, k, v), key_mask, w, before, size)
+        (out,), after = scan(step, (q, k, v, _column(key_mask)), w, before, size=size)
         return out, after
 
     return cast("Method", walked)
@@ -161,29 +165,20 @@ def summed_in_chunks(summarise_keys: Method) -> Method:
         if not size:
             return summarise_keys(self, k, v, w, key_mask=key_mask)
 
-        def step(k: Tensor, v: Tensor, w: Any, before: Any, key_mask: Tensor | None) -> Any:
-            return (), self.merge_states(before, summarise_keys(self, k, v, w, key_mask=key_mask))
+        def step(tokens: Sequence[Any], w: Any, before: Any) -> Any:
+            return (), self.merge_states(before, summarise_keys(self, *tokens[:2], w, key_mask=_row(tokens[2])))
 
-        return _scanned(step, (k, v), key_mask, w, _before(self, k, v, w), size)[1]
+        return scan(step, (k, v, _column(key_mask)), w, _before(self, k, v, w), size=size)[1]
 
     return cast("Method", walked)
 
 
-def _scanned(
-    step: Callable[..., Any], tokens: tuple[Tensor, ...], key_mask: Tensor | None, w: Any, before: Any, size: int
-) -> tuple[tuple[Tensor, ...], Any]:
-    """``scan`` of a ``step(*tokens, w, state, key_mask)`` whose weights and states are values of any layout."""
-    (weights, layout), (numbers, fields) = tree_flatten(w), tree_flatten(before)
+def _column(key_mask: Tensor | None) -> Tensor | None:
+    return None if key_mask is None else key_mask[..., None]
 
-    def flattened(tokens: Sequence[Any], weights: Sequence[Any], before: State) -> Any:
-        *tokens, mask = tokens
-        mask = None if mask is None else mask[..., 0]
-        rows, after = step(*tokens, tree_unflatten(weights, layout), tree_unflatten(before, fields), mask)
-        return rows, tuple(tree_flatten(after)[0])
 
-    column = None if key_mask is None else key_mask[..., None]
-    rows, numbers = scan(flattened, [*tokens, column], weights, tuple(numbers), size=size)
-    return rows, tree_unflatten(numbers, fields)
+def _row(column: Tensor | None) -> Tensor | None:
+    return None if column is None else column[..., 0]
 
 
 def worthwhile(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -5,18 +5,20 @@ All work on the last axis but one, in blocks: inside all blocks at once, then in
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.blocks import join, split, split_row
+from fast_attention.engine.blocks import join, split
 from fast_attention.engine.numerics import at_most
 from fast_attention.engine.tracing import exporting, symbolic
 
 STEPS = 16  # tokens per block of ``decayed_sums``, walked one by one
 FEW = 8  # rows of ``sums_before``, walked one by one
-GROUP = 32  # states per block of ``state_sums``, combined pair by pair
+GROUP = 32  # rows per block where all channels share a log scale, combined pair by pair
 
 
 def decayed_sums(
@@ -26,9 +28,12 @@ def decayed_sums(
 
     Whatever their range, this is the recurrence ``y_t = exp(log_scale_{t-1} - log_scale_t) y_{t-1} + x_t``, walked in
     blocks of ``STEPS`` tokens, all blocks side by side, then over the blocks' ends. Time and memory O(length). Log
-    scales of width 1 serve all channels; those of half the width of ``x`` serve both halves.
+    scales of width 1 serve all channels, in blocks of ``GROUP`` that are products of matrices; those of half the width
+    of ``x`` serve both halves.
     """
-    return _decayed(x, log_scale, 3 if symbolic() else None)
+    if log_scale.shape[-1] == 1:
+        return _decayed(x, log_scale, GROUP, _products, 1 if exporting() else None)
+    return _decayed(x, log_scale, STEPS, _all_pairs if symbolic() else _walked, 3 if symbolic() else None)
 
 
 def spread(factor: Shaped[Tensor, "*batch weights"], width: int) -> Shaped[Tensor, "*batch wide"]:
@@ -36,19 +41,19 @@ def spread(factor: Shaped[Tensor, "*batch weights"], width: int) -> Shaped[Tenso
     return factor if factor.shape[-1] in (1, width) else torch.cat([factor, factor], -1)
 
 
-def _decayed(x: Tensor, log_scale: Tensor, rounds: int | None) -> Tensor:
-    """``rounds`` of blocks and then all pairs, as traced lengths need; None: as many as the length asks for."""
+def _decayed(
+    x: Tensor, log_scale: Tensor, size: int, inside: Callable[[Tensor, Tensor], Tensor], rounds: int | None
+) -> Tensor:
+    """``rounds`` of blocks of ``size`` and then all at once, as lengths left open need; None: as the length asks."""
     length = x.shape[-2]
-    if rounds is None and length <= STEPS:
-        return _walked(x, log_scale)
-    if rounds == 0:
-        return _all_pairs(x, log_scale)
-    log_scale = split(log_scale, STEPS)
-    inside = (_walked if rounds is None else _all_pairs)(split(x, STEPS), log_scale)
-    ends = log_scale[..., -1, :]
-    totals = _decayed(inside[..., -1, :], ends, None if rounds is None else rounds - 1)
+    if rounds == 0 or (rounds is None and length <= size):
+        return inside(x, log_scale)
+    log_scale = split(log_scale, size)
+    blocks, ends = inside(split(x, size), log_scale), log_scale[..., -1, :]
+    totals = _decayed(blocks[..., -1, :], ends, size, inside, rounds and rounds - 1)
     before, log_scale_before = _shifted(totals)[..., None, :], _shifted(ends)[..., None, :]
-    return join(inside + spread(_decay(log_scale_before, log_scale), x.shape[-1]) * before, length)
+    decay = spread(_decay(log_scale_before, log_scale), x.shape[-1]).to(x.dtype)
+    return join(blocks + decay * before, length)
 
 
 def _walked(x: Tensor, log_scale: Tensor) -> Tensor:
@@ -67,36 +72,17 @@ def _all_pairs(x: Tensor, log_scale: Tensor) -> Tensor:
     return (weights * x[..., None, :, :]).sum(-2)
 
 
+def _products(x: Tensor, log_scale: Tensor) -> Tensor:
+    """All pairs of few rows whose channels share their log scales."""
+    later = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).triu(1)
+    return _decay(log_scale.mT, log_scale).masked_fill(later, 0.0).to(x.dtype) @ x
+
+
 def state_sums(
     x: Float[Tensor, "*batch count width"], log_scale: Float[Tensor, "*batch count"] | None
 ) -> Float[Tensor, "*batch count width"]:
-    """``y_i = sum_{j <= i} exp(log_scale_j - log_scale_i) x_j``: one log scale for all numbers of a state.
-
-    Log scales never fall and may be of higher precision than x; None stands for equal ones. Groups of ``GROUP`` states
-    are combined pair by pair, as products of matrices, then the groups' totals in the same way: none of the log scales
-    would fit all sums, so that cumulative sums would not do. Time O(count GROUP width).
-    """
-    if log_scale is None:
-        return x.cumsum(-2)
-    rounds, count = 1, x.shape[-2]  # one round is enough for millions of tokens, and asks no traced length
-    if not exporting():
-        rounds = 0
-        while count > GROUP:
-            count, rounds = -(-count // GROUP), rounds + 1
-    return _combined(x, log_scale, rounds)
-
-
-def _combined(x: Tensor, log_scale: Tensor, rounds: int) -> Tensor:
-    if rounds == 0:
-        later = torch.ones(log_scale.shape[-1], log_scale.shape[-1], dtype=torch.bool, device=x.device).triu(1)
-        return _decay(log_scale[..., None, :], log_scale[..., :, None]).masked_fill(later, 0.0).to(x.dtype) @ x
-    groups, log_scales = split(x, GROUP), split_row(log_scale, GROUP)
-    if exporting():  # with a further group of padding it can prove that there are several
-        groups, log_scales = F.pad(groups, (0, 0, 0, 0, 0, 1)), F.pad(log_scales, (0, 0, 0, 1))
-    inside, ends = _combined(groups, log_scales, 0), log_scales[..., -1]
-    before = F.pad(_combined(inside[..., -1, :], ends, rounds - 1), (0, 0, 1, 0))[..., :-1, None, :]
-    decayed = _decay(F.pad(ends, (1, 0))[..., :-1, None], log_scales).to(x.dtype)[..., None] * before
-    return join(inside + decayed, x.shape[-2])
+    """``decayed_sums`` with one log scale for all numbers of a state, perhaps of higher precision; None: equal ones."""
+    return x.cumsum(-2) if log_scale is None else decayed_sums(x, log_scale[..., None])
 
 
 def sums_before(

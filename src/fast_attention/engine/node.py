@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, library
 from torch._C import DispatchKey
 
-FORM = 4  # of nodes: graphs that torch keeps on disk have it in their names, and meet no other
+FORM = 5  # of nodes: graphs that torch keeps on disk have it in their names, and meet no other
 WANTED = 2  # in place of 1 for a tensor that is present
 ARGUMENTS = "Tensor[] tensors, int[] present, str names, SymInt[] sizes, float[] factors"
 
@@ -85,19 +85,27 @@ def arguments(tensors: tuple[Tensor | None, ...], settings: dict[str, Any]) -> t
     """Arguments that a node is called with."""
     recording = torch.is_grad_enabled()
     present = [0 if x is None else WANTED if recording and x.requires_grad else 1 for x in tensors]
-    factors = [name for name in settings if isinstance(settings[name], float)]
-    whole = [name for name in settings if name not in factors]
-    names = [f"?{name}" if isinstance(settings[name], bool) else name for name in whole]
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        several = isinstance(value, tuple)
+        flat |= {f"{name}.{i}": each for i, each in enumerate(value)} if several else {name: value}
+    factors = [name for name in flat if isinstance(flat[name], float)]
+    whole = [name for name in flat if name not in factors]
+    names = [f"?{name}" if isinstance(flat[name], bool) else name for name in whole]
     # beside an open size no bool passes for a number
-    sizes = [int(settings[name]) if isinstance(settings[name], bool) else settings[name] for name in whole]
+    sizes = [int(flat[name]) if isinstance(flat[name], bool) else flat[name] for name in whole]
     given = [x for x in tensors if x is not None]
-    return given, present, " ".join(names + factors), sizes, [settings[x] for x in factors]
+    return given, present, " ".join(names + factors), sizes, [flat[x] for x in factors]
 
 
 def restored(names: str, sizes: Sequence[Any], factors: Sequence[float]) -> dict[str, Any]:
-    """The settings of a node."""
-    pairs = zip(names.split(), (*sizes, *factors), strict=True)
-    return {name.lstrip("?"): bool(x) if name.startswith("?") else x for name, x in pairs}
+    """The settings of a node; several numbers of one name are a tuple."""
+    settings: dict[str, Any] = {}
+    for name, x in zip(names.split(), (*sizes, *factors), strict=True):
+        value = bool(x) if name.startswith("?") else x
+        name, _, place = name.lstrip("?").partition(".")
+        settings[name] = (*settings.get(name, ()), value) if place else value
+    return settings
 
 
 def wanted(present: Sequence[int]) -> list[bool]:

@@ -29,10 +29,6 @@ class Terms(NamedTuple):
         """Select the terms of some heads."""
         return Terms(self.numbers[chosen], None if self.vectors is None else self.vectors[chosen])
 
-    def zeros(self) -> Terms:
-        """Gradients yet to be added to."""
-        return Terms(*(None if x is None else torch.zeros_like(x) for x in self))  # type: ignore[arg-type]
-
 
 Positions = Callable[[Int[Tensor, "offsets"]], Terms]  # the terms of given offsets
 

@@ -84,7 +84,7 @@ class Operation:
         compute: ``torch.float32``: 16-bit tensors are widened, autocast is off inside, and the first output takes the
             dtype of the first tensor, as ``in_float32`` says; None: tensors come as they are.
         empty: As ``reference``, but what it returns is uninitialised; then a compiler for a CPU has one node. Settings
-            are numbers there.
+            are numbers and tuples of them there, all whole numbers or all not.
         path: What ``explain`` calls the reference, or a function of the call; nothing is recorded without a name.
         sizes: The sizes that are recorded with it, as a function of the call.
     """

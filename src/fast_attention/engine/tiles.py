@@ -18,6 +18,7 @@ from torch import Tensor
 from fast_attention import core
 from fast_attention.engine import masks, trace
 from fast_attention.engine.operation import HALVES_AND_SINGLE, Fast, Operation, Tensors, unsupported_reason
+from fast_attention.engine.precision import in_float32
 
 ROWS = 48  # queries of a tile whose keys move on with the query: 92 % of the products are of visible pairs
 MOST_ROWS = 96  # of any tile
@@ -197,8 +198,9 @@ def operation(
     ``seed`` may be given.
 
     Args:
-        reference: The same function in plain operations, which derivatives of higher order take; None: one that holds
-            all scores at once, which serves where nothing else calls it.
+        reference: The same function in plain operations, which derivatives of higher order take, in float32 or better
+            where numbers are added to scores: thousands are no numbers of low precision. None: one that holds all
+            scores at once, which serves where nothing else calls it.
         plans: Gives what the queries see, from queries, keys, tables and settings.
         why, path, name, sizes: What ``explain`` says of the core, calls the reference and what the core does, and the
             sizes that it gives; nothing without a ``path``.
@@ -208,7 +210,7 @@ def operation(
 
     def plain(*tensors: Any, dropout: float = 0.0, seed: int = 0, **settings: Any) -> Tensor:
         if reference is not None and not dropout:
-            return reference(*tensors, **settings)
+            return (reference if tensors[4] is None else in_float32(reference))(*tensors, **settings)
         return _dense(plans, tensors, {"dropout": dropout, "seed": seed, **settings})
 
     def forward(*tensors: Any, keep: bool, **settings: Any) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fast_attention.decoding import State
 from fast_attention.engine import operation
 from fast_attention.engine.heads import by_head
 from fast_attention.mechanism import Attention, Mixer, Shape, Traits
@@ -145,13 +144,12 @@ class Adapted(Attention[Deltas, Any]):
         """Combine two states by the mechanism."""
         return self.mechanism.merge_states(earlier, later)
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: State, *, key_mask: Tensor | None = None) -> Tensor:
+    def read_summary(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Deltas, state: Any, *, key_mask: Tensor | None
+    ) -> Tensor:
         """Read adapted queries from a state of adapted keys."""
-        if self.traits.memory != "constant":
-            raise self.refuse("reading from a state", "memory", "constant")
         q, k, v = self.adapted(q, k, v, w)
-        state = state._replace(mechanism=self.mechanism.expression)
-        return self.mechanism.read(q, k, v, w.inner, state, key_mask=key_mask)
+        return self.mechanism.read_summary(q, k, v, w.inner, state, key_mask=key_mask)
 
 
 def _moved(x: Tensor, delta: Delta | None) -> Tensor:

@@ -27,11 +27,11 @@ from fast_attention.engine.kv_cache import KVCache, append, concat_tokens
 from fast_attention.engine.tracing import exporting, traced
 from fast_attention.mechanism import Attention, Mixer, Places, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import Softmax, softmax_attention
+from fast_attention.mechanisms.hybrid.reference import SinkTokens
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.traits import PARTS
 from fast_attention.value import at_least
 
-MISSING = 2**62  # the position of a visible key that does not exist
 FEW = "no more keys than above"
 
 
@@ -81,31 +81,47 @@ def covered(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, short: Par
     return softmax_attention(q, k, v, attn_mask=visible, scale=exact.scale)
 
 
-def _long(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, short: Part, long: Part, *, above: int, is_causal: bool
-) -> Tensor:
-    """Sequences with more than ``above`` visible keys: causal, their first rows are those of ``short``."""
-    if not is_causal:
-        return long(q, k, v, is_causal=False, key_mask=mask)
-    few = _counts(mask, q.shape[-2]) <= above
-    rows = few.sum(-1)
-    first, end = int(rows.min()), int(rows.max())
-    if not end:
-        return long(q, k, v, is_causal=True, key_mask=mask)
-    keys = end + k.shape[-2] - q.shape[-2]  # negative where these queries stand before the first key
-    late = long.last(q, k, v, mask, first)
-    if keys <= 0:
-        return F.pad(late, (0, 0, first, 0))
-    early = short(q[..., :end, :], k[..., :keys, :], v[..., :keys, :], is_causal=True, key_mask=mask[..., :keys])
-    between = torch.where(few[..., first:end, None], early[..., first:, :], late[..., : end - first, :])
-    return torch.cat([early[..., :first, :], between, late[..., end - first :, :]], -2)
+class Rows(NamedTuple):
+    """Which rows are those of ``short``: all up to ``first``, and of some sequences those up to ``end``."""
+
+    first: int
+    end: int
+    few: Tensor | None  # (..., 1, rows), True for rows of ``short``; None where the two are equal
+
+    @staticmethod
+    def of(number: Int[Tensor, "*batch rows"], above: int) -> Rows:
+        """For queries that see so many keys."""
+        few = number <= above
+        if traced():
+            return Rows(0, number.shape[-1], few)
+        rows = few.sum(-1)
+        return Rows(int(rows.min()), int(rows.max()), few)
+
+    def joined(self, early: Tensor, late: Tensor) -> Tensor:
+        """All rows, from those of ``short`` up to ``end`` and those of ``long`` from ``first`` on."""
+        parts, number = [early[..., : self.first, :]], self.end - self.first
+        if self.few is not None:
+            few = self.few[..., self.first : self.end, None]
+            parts.append(torch.where(few, early[..., self.first :, :], late[..., :number, :]))
+        return torch.cat([*parts, late[..., number:, :]], -2)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Rows, short: Part, long: Part) -> Tensor:
+    """Causal outputs whose first rows are those of ``short``."""
+    late = long.last(q, k, v, mask, rows.first)
+    keys = rows.end + k.shape[-2] - q.shape[-2]  # negative where these queries stand before the first key
+    if not rows.end or keys <= 0:
+        return F.pad(late, (0, 0, rows.first, 0)) if rows.first else late
+    seen = None if mask is None else mask[..., :keys]
+    early = short(q[..., : rows.end, :], k[..., :keys, :], v[..., :keys, :], is_causal=True, key_mask=seen)
+    return rows.joined(early, late)
 
 
 def _all_rows(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, short: Part, long: Part, *, above: int, is_causal: bool
 ) -> Tensor:
     """All rows of both, one of which is taken: in operations that do not depend on how many keys are visible."""
-    mask = torch.ones_like(k[..., :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask
+    mask = append(None, k, v, key_mask).visible
     number = _counts(mask, q.shape[-2]) if is_causal else mask.sum(-1, keepdim=True)
     if (exact := short.exact) is not None:
         early = _exact(q, k, v, mask, exact, above, is_causal=is_causal)
@@ -122,15 +138,11 @@ def _counts(mask: Bool[Tensor, "*batch keys"], length: int) -> Int[Tensor, "*bat
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, short: Softmax, most: int, *, is_causal: bool) -> Tensor:
     """Softmax over the first ``most`` visible keys of every sequence, which are brought together."""
-    keys = mask.shape[-1]
-    position = torch.where(mask, torch.arange(keys, device=mask.device), MISSING)
-    position = F.pad(position, (0, most), value=MISSING).sort(-1).values[..., :most]
-    index = position.clamp(max=keys - 1)[..., None]
-    k, v = (x.gather(-2, index.expand(*x.shape[:-2], most, x.shape[-1])) for x in (k, v))
+    first = SinkTokens.of(k, v, mask, first=most, last=0)[0]
     if not is_causal:
-        return softmax_attention(q, k, v, key_mask=position < MISSING, scale=short.scale)
+        return softmax_attention(q, first.k, first.v, key_mask=first.present, scale=short.scale)
     visible = torch.arange(most, device=mask.device) < _counts(mask, q.shape[-2])[..., None]
-    return softmax_attention(q, k, v, attn_mask=visible, scale=short.scale)
+    return softmax_attention(q, first.k, first.v, attn_mask=visible, scale=short.scale)
 
 
 class Weights(NamedTuple):
@@ -179,30 +191,6 @@ class NewTokens(NamedTuple):
         k, v = _read(part, self.q.shape[-3], self.k, self.v)
         summary = part.mechanism.summarise_keys(k, v, part.w, key_mask=self.key_mask)
         return summary if state is None else part.mechanism.merge_states(state, summary)
-
-
-class NewRows(NamedTuple):
-    """Which of the new tokens are rows of ``short``: all up to ``first``, and of some sequences those up to ``end``."""
-
-    first: int
-    end: int
-    few: Tensor | None  # (..., 1, N), True for rows of ``short``; None where the two are equal
-    count: Any  # as in the state, after these tokens
-
-    @staticmethod
-    def of(count: Any, key_mask: Tensor | None, v: Tensor, above: int) -> NewRows:
-        """For new tokens with values ``v`` behind ``count`` visible keys."""
-        length = v.shape[-2]
-        if key_mask is None and isinstance(count, int):
-            first = min(max(above - count, 0), length)
-            return NewRows(first, first, None, count + length)
-        visible = torch.ones_like(v[..., :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask
-        number = count + visible.expand(*v.shape[:-3], 1, length).cumsum(-1)
-        few = number <= above
-        if traced():
-            return NewRows(0, length, few, number[..., -1:])
-        rows = few.sum(-1)
-        return NewRows(int(rows.min()), int(rows.max()), few, number[..., -1:])
 
 
 def _read(part: Part, heads: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -306,21 +294,23 @@ class ByLength(Attention[Any, ByLengthState]):
             path = f"{short.mechanism.expression}, then {long.mechanism.expression}"
             trace.record(path, "causal: by the query's position", above=above)
             number = above - before
-            early = short(q[..., :number, :], k[..., :above, :], v[..., :above, :], is_causal=True, key_mask=None)
-            return torch.cat([early, long.last(q, k, v, None, number)], -2)
+            return _causal(q, k, v, None, Rows(number, number, None), short, long)
+
+        def of_many(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            if is_causal:
+                return _causal(q, k, v, mask, Rows.of(_counts(mask, q.shape[-2]), above), short, long)
+            return long(q, k, v, is_causal=False, key_mask=mask)
+
         few = (key_mask.sum(-1) <= above).expand(*q.shape[:-3], 1).flatten()
         if bool(few.all()):
             return short(q, k, v, is_causal=is_causal, key_mask=key_mask)
         if not bool(few.any()):
-            return _long(q, k, v, key_mask, short, long, above=above, is_causal=is_causal)
+            return of_many(q, k, v, key_mask)
         trace.record("sequences apart by their visible keys", "some are short", short=int(few.sum()), above=above)
         batch, groups = q.shape[:-3], [x.nonzero()[:, 0] for x in (few, ~few)]
         mask = key_mask.expand(*batch, *key_mask.shape[-2:])
         (q, k, v, mask), (a, b) = (x.reshape(-1, *x.shape[len(batch) :]) for x in (q, k, v, mask)), groups
-        outputs = [
-            short(q[a], k[a], v[a], is_causal=is_causal, key_mask=mask[a]),
-            _long(q[b], k[b], v[b], mask[b], short, long, above=above, is_causal=is_causal),
-        ]
+        outputs = short(q[a], k[a], v[a], is_causal=is_causal, key_mask=mask[a]), of_many(q[b], k[b], v[b], mask[b])
         return torch.cat(outputs)[torch.cat(groups).argsort()].unflatten(0, batch)
 
     def advance(
@@ -340,7 +330,13 @@ class ByLength(Attention[Any, ByLengthState]):
             out, late = new.after(long, state.long)
             return out, ByLengthState(state.count, None, late)
         state = ByLengthState(0, None, None) if state is None else state
-        rows, length = NewRows.of(state.count, new.key_mask, new.v, above), new.v.shape[-2]
+        length, count = v.shape[-2], state.count
+        if key_mask is None and isinstance(count, int):
+            first, count = min(max(above - count, 0), length), count + length
+            rows = Rows(first, first, None)
+        else:
+            number = count + append(None, k, v, key_mask).visible.cumsum(-1)
+            rows, count = Rows.of(number, above), number[..., -1:]
         early, after = new.some(0, rows.end).after(short, state.short) if rows.end else (None, state.short)
         late, readable = state.long, isinstance(short.mechanism, Softmax) and long.streams_keys
         if readable and late is None and state.short is not None and rows.first < length:
@@ -350,16 +346,12 @@ class ByLength(Attention[Any, ByLengthState]):
             late = NewTokens(k, k, v, state.short.visible).read_by(long, None)
         if rows.first and (rows.first < length or late is not None or not readable):
             late = new.some(0, rows.first).read_by(long, late)
-        outs = [] if early is None else [early[..., : rows.first, :]]
+        out = early
         if rows.first < length:
             out, late = new.some(rows.first, length).after(long, late)
-            number = rows.end - rows.first
-            if early is not None and rows.few is not None:
-                few = rows.few[..., rows.first : rows.end, None]
-                outs.append(torch.where(few, early[..., rows.first :, :], out[..., :number, :]))
-            outs.append(out[..., number:, :])
-        out = outs[0] if len(outs) == 1 else torch.cat(outs, -2)
-        return out, ByLengthState(rows.count, after if rows.end == length else None, late)
+            out = out if early is None else rows.joined(early, out)
+        assert out is not None
+        return out, ByLengthState(count, after if rows.end == length else None, late)
 
     def exact_step(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State] | None:
         """Result of ``advance``, at once, for new visible tokens behind visible ones, all of them rows of ``short``.

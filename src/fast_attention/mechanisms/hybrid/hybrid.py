@@ -34,7 +34,7 @@ from fast_attention.mechanisms.hybrid import compiled, gpu, reference
 from fast_attention.mechanisms.hybrid.reference import FarSums, SinkTokens, attend_near, block_sums
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
-from fast_attention.mechanisms.linear.kernelised import Kernelised
+from fast_attention.mechanisms.linear.kernelised import Kernelised, per_token
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.reference import masked_keys
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
@@ -61,28 +61,21 @@ def attend_chosen(
 
     The exponentials of ``learned_sinks`` (H,) add to normalisers.
     """
-    size, (phi_q, phi_k) = near.block_size, far.per_token(w)
+    size, (phi_q, phi_k) = near.block_size, per_token(far.maps(w))
     table = of_blocks(q, k, key_mask, size=size, topk=near.topk)
     sinks = SinkTokens(sinks.k[..., None, :, :], sinks.v[..., None, :, :], sinks.position[..., None, :])
     queries, keys = phi_q(q), masked_keys(phi_k, k, others)
     row = None if queries.log_scale is None else split_row(queries.log_scale, size)
+    of_queries = Features(split(queries.values, size), row)
     sums = block_sums(keys, v, start=0, block=size, number=count(k.shape[-2], size))
     sums = _sums_of_others(sums, table)
     chosen, visible = table.clamp(min=0), split_mask(others, size)
     visible = visible.expand(*k.shape[:-2], *visible.shape[-2:])[..., None]
     visible = ((table >= 0)[..., None] & take(visible, chosen)[..., 0]).flatten(-2)
     near_k, near_v = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
-    out = attend_near(
-        split(q, size),
-        near_k,
-        near_v,
-        visible,
-        sinks,
-        Features(split(queries.values, size), row),
-        sums,
-        None,
-        None if learned_sinks is None else learned_sinks[:, None],
-    )
+    learned = None if learned_sinks is None else learned_sinks[:, None]
+    tokens, unknown = (split(q, size), near_k, near_v, ~visible[..., None, :]), ~sinks.present[..., None, :]
+    out = attend_near(*tokens, sinks, unknown, of_queries, sums, None, learned)
     return join(out, q.shape[-2])
 
 
@@ -227,38 +220,20 @@ class Hybrid(Attention[Any, HybridState]):
         places: Any = {"is_causal": is_causal, "bias": bias, "learned": learned}
         return compiled.attend(q, k, v, key_mask, others, sinks, self.near, maps, **places).to(v.dtype)
 
-    def _sink_tokens(
-        self, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool
-    ) -> tuple[SinkTokens, Tensor]:
-        """The first and last visible keys, and which keys are visible beside them."""
-        visible = append(None, k, v, key_mask).visible
-        return SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
-
     def _attend_reference(
         self, q: Tensor, near: KVCache, sinks: SinkTokens, w: Any, *, start: int, is_causal: bool,
-        far: LinearState | None = None,
+        far: LinearState | None = None, near_part: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """The reference, of queries from position ``start`` on."""
         q, (far_w, bias, learned) = self.scaled(q), self.parts(w, q)
-        maps, places = self.far.per_token(far_w), {"start": start, "is_causal": is_causal}
+        maps, places = per_token(self.far.maps(far_w)), {"start": start, "is_causal": is_causal}
         return reference.attend(
-            q, *near, sinks, self.window, maps, **places, earlier=far, bias=bias, learned_sinks=learned
+            q, *near, sinks, self.window, maps, **places, earlier=far, bias=bias, learned_sinks=learned,
+            near_part=near_part,
         )  # fmt: skip
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Near and far keys under one normaliser, or exact attention where the near part covers everything."""
-        if gpu.unsupported_reason(self.near, q, k, v, key_mask, is_causal=is_causal):
-            return self._attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
-        near, (far_w, _, learned) = self.window, self.parts(w, q)
-        out, logs = gpu.near_part(near, q, k, v, key_mask, is_causal=is_causal)
-        sinks, others = self._sink_tokens(k, v, key_mask, is_causal=is_causal)
-        q = self.scaled(widen(q))
-        return gpu.merge_near_and_far(
-            out, logs, q, k, v, others, sinks, learned, self.far, far_w, near, is_causal=is_causal
-        )
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """``attend`` without FlexAttention."""
         sizes = q.shape[-2], k.shape[-2]
         if not symbolic() and self.bias is None and self.near.covers(*sizes, is_causal=is_causal):
             if trace.asked():
@@ -266,6 +241,9 @@ class Hybrid(Attention[Any, HybridState]):
             near: Any = w.near if self.near.needs_weights else ()
             visible: Any = {"is_causal": is_causal, "key_mask": key_mask}
             return softmax_attention(q, k, v, **visible, scale=self.near.scale, sinks=self.near.sinks_of(near))
+        if not gpu.unsupported_reason(self.near, q, k, v, key_mask):
+            near_part = gpu.near_part(self.window, q, k, v, key_mask, is_causal=is_causal)
+            return self._plain(q, k, v, w, is_causal=is_causal, key_mask=key_mask, near_part=near_part)
         out = self._from_core(q, k, v, w, key_mask, is_causal=is_causal)
         if isinstance(out, Tensor):
             return out
@@ -276,15 +254,20 @@ class Hybrid(Attention[Any, HybridState]):
         return self._plain(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
-    def _plain(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+    def _plain(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None,
+        near_part: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """By the reference."""
-        sinks, others = self._sink_tokens(k, v, key_mask, is_causal=is_causal)
+        visible = append(None, k, v, key_mask).visible
+        sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
         if isinstance(self.near, Selected):
             (far_w, _, learned), parts = self.parts(w, q), (self.near, self.far, sinks, others)
             return attend_chosen(self.scaled(q), k, v, far_w, learned, *parts, key_mask=key_mask)
         return self._attend_reference(
-            q, KVCache(k, v, others), sinks, w, start=k.shape[-2] - q.shape[-2], is_causal=is_causal
-        )
+            q, KVCache(k, v, others), sinks, w, start=k.shape[-2] - q.shape[-2], is_causal=is_causal,
+            near_part=near_part,
+        )  # fmt: skip
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: HybridState | None, *, key_mask: Tensor | None
@@ -299,7 +282,7 @@ class Hybrid(Attention[Any, HybridState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: HybridState | None, out: Tensor | None, *,
         key_mask: Tensor | None,
     ) -> tuple[Tensor, HybridState]:  # fmt: skip
-        phi = self.far.per_token(self.parts(w, q)[0])[1]
+        phi = per_token(self.far.maps(self.parts(w, q)[0]))[1]
         before = 0 if state is None else state.sinks.present.sum(-1, keepdim=True)
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0, before=before)

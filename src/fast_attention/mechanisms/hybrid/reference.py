@@ -8,6 +8,7 @@ So one softmax normalises everything, and the exponential of a large number is n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,10 +140,6 @@ class Plan(NamedTuple):
         steps = self.query_blocks if exporting() else self.query_blocks - 1  # the last of a traced length is
         return self.before + steps + self.span_blocks  # padding: see blocks.py
 
-    def inside(self, keys: int) -> bool:
-        """Whether all spans lie inside a sequence of ``keys`` tokens."""
-        return self.start >= self.keys_left and self.start + self.query_blocks * self.block + self.keys_right <= keys
-
 
 class FarSums(NamedTuple):
     """Sums over blocks of keys, divided by ``exp(log_scale)``."""
@@ -220,39 +217,45 @@ def attend(
     earlier: LinearState | None = None,
     bias: Positions | None = None,
     learned_sinks: Float[Tensor, "heads"] | None = None,
+    near_part: tuple[Tensor, Tensor] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Outputs over the ``visible`` keys, the sink tokens and the sums of all ``earlier`` keys.
 
     The first query stands at position ``start``. ``maps`` are those of queries and keys, ``bias`` is what near keys'
-    scores gain by offsets, and the exponentials of ``learned_sinks`` (H,) add to normalisers.
+    scores gain by offsets, and the exponentials of ``learned_sinks`` (H,) add to normalisers. A ``near_part`` is what a
+    kernel made of all near keys, sink tokens among them: outputs, and the logarithms of normalisers (..., L, 1).
     """
     length, keys, size = q.shape[-2], k.shape[-2], near.block_size
     before = FarSums.of(linear_state.empty(maps[1](k[..., :1, :]), v) if earlier is None else earlier)
     if is_causal and not traced() and length == 1 and start // size <= near.before:  # a step: every key is near
         numbers = offsets.between(bias, -start, keys, q)[0]
         outside = FarSums(before.sums[..., 0, :, :], before.log_scale[..., 0])
-        return attend_near(q, k, v, visible, sinks, maps[0](q), outside, numbers, learned_sinks)
+        hidden, unknown = ~visible[..., None, :], ~sinks.present[..., None, :]
+        added = None if numbers is None else numbers[:, None]
+        return attend_near(q, k, v, hidden, sinks, unknown, maps[0](q), outside, added, learned_sinks)
     front = start % size  # whole blocks are padded in front
-    q = pad(q, (0, 0, front, 0)) if symbolic() or front else q
+    rows = [q, *(near_part or ())]
+    q, *of_near = (pad(x, (0, 0, front, 0)) for x in rows) if symbolic() or front else rows
     plan = Plan.of(near, length + front, keys, start - front, is_causal=is_causal)
     numbers = offsets.between(bias, 1 - plan.keys_left - size, size + plan.span - 1, q)[0]
     features = maps[0](q), masked_keys(maps[1], k, visible)
     tensors = q, k, v, visible, *sinks, *features[0], *features[1], *before, numbers, learned_sinks
-    out = _NODE(*tensors, **dict(zip(plan._fields, plan, strict=True)))
+    out = _NODE(*tensors, *(of_near or (None, None)), plan=plan)
     return out[..., front:, :] if symbolic() or front else out
 
 
 def _near_and_far(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sink_k: Tensor, sink_v: Tensor, sinks_at: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink_k: Tensor, sink_v: Tensor, sinks_at: Tensor,
     phi_q: Tensor, scale_q: Tensor | None, phi_k: Tensor, scale_k: Tensor | None, sums: Tensor, log_scale: Tensor,
-    numbers: Tensor | None, learned_sinks: Tensor | None, **places: Any,
+    numbers: Tensor | None, learned_sinks: Tensor | None, near_out: Tensor | None, near_log: Tensor | None,
+    *, plan: tuple[Any, ...],
 ) -> Tensor:  # fmt: skip
     """Outputs of blocks of queries over their spans, the sink tokens and the keys outside every span.
 
     ``sums`` over ``exp(log_scale)`` are those of all earlier keys; ``numbers`` (heads, offsets) are what near keys'
-    scores gain by the offsets of a block's span.
+    scores gain by the offsets of a block's span. ``near_out`` and ``near_log`` stand for all keys of a span.
     """
-    plan, sinks, earlier = Plan(**places), SinkTokens(sink_k, sink_v, sinks_at), FarSums(sums, log_scale)
+    plan, earlier = Plan(*plan), FarSums(sums, log_scale)
     block, number, device = plan.block, plan.query_blocks, q.device
     blocks = earlier.narrow(0, 0)
     if exporting() or plan.key_blocks:
@@ -263,57 +266,60 @@ def _near_and_far(
         sides = {"keys_left": plan.keys_left, "keys_right": plan.keys_right}
         return slices(x, block=block, **sides, number=number, start=plan.start)
 
-    masked, unknown = None, ~sinks.present[..., None, None, :]
+    first = plan.start + torch.arange(number, device=device)[:, None] * block
+    sinks = SinkTokens(sink_k[..., None, :, :], sink_v[..., None, :, :], sinks_at[..., None, :])
+    at, ends = first + torch.arange(block, device=device), sinks.position[..., None, :]
+    unknown, hidden = ~sinks.present[..., None, :], ~around(visible[..., None])[..., 0][..., None, :]
     if plan.is_causal:
-        masked = ~masks.band(block, plan.keys_left, plan.keys_right, left=None, right=0, device=device)
-        first = plan.start + torch.arange(number, device=device)[:, None] * block
-        at = first + torch.arange(block, device=device)
-        unknown = unknown | (sinks.position[..., None, None, :] > at[..., None])
-    if visible is None and not plan.inside(k.shape[-2]):
-        visible = torch.ones(k.shape[-2], dtype=torch.bool, device=device)
-    if visible is not None:
-        hidden = ~around(visible[..., None])[..., 0][..., None, :]
-        masked = hidden if masked is None else hidden | masked
-    q = q * q.shape[-1] ** -0.5
-    exact = split(q, block) @ around(k).mT
-    if numbers is not None:
-        exact = exact + offsets.toeplitz(numbers, block)[:, None]
-    logits = [exact if masked is None else torch.where(masked, float("-inf"), exact)]
-    logits.append(split(q @ sinks.k.mT, block).masked_fill(unknown, float("-inf")))
+        unknown = unknown | (ends > at[..., None])
+        hidden = hidden | ~masks.band(block, plan.keys_left, plan.keys_right, left=None, right=0, device=device)
+    near_part: Sequence[Tensor] = ()
+    if near_out is not None and near_log is not None:  # which hold the sink tokens of the span
+        near_part, begin = (split(near_out, block), split(near_log, block)), first[..., None] - plan.keys_left
+        unknown = unknown | ((ends >= begin) & (ends < begin + plan.span))
     queries = Features(split(phi_q, block), None if scale_q is None else split_row(scale_q, block))
-    sink_scores = None if learned_sinks is None else learned_sinks[:, None]
-    out, weights = (join(t, q.shape[-2]) for t in _softmax(logits, around(v), queries, outside, sink_scores))
-    return out + weights @ sinks.v
+    added = None if numbers is None else offsets.toeplitz(numbers, block)[:, None]
+    learned = None if learned_sinks is None else learned_sinks[:, None]
+    near = split(q, block), around(k), around(v), hidden
+    return join(attend_near(*near, sinks, unknown, queries, outside, added, learned, near_part), q.shape[-2])
 
 
 _NODE = Operation(_near_and_far, empty=like_queries)
 
 
 def attend_near(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: SinkTokens, queries: Features, outside: FarSums,
-    numbers: Float[Tensor, "heads keys"] | None, learned_sinks: Float[Tensor, "*#batch"] | None,
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, sinks: SinkTokens, unknown: Tensor, queries: Features,
+    outside: FarSums, added: Tensor | None, learned_sinks: Float[Tensor, "*#batch"] | None,
+    near_part: Sequence[Tensor] = (),
 ) -> Float[Tensor, "*batch length values"]:  # fmt: skip
-    """``_near_and_far`` where all keys are near and no sink token comes later: a step of decoding."""
+    """Outputs over near keys but the ``hidden`` ones, sink tokens but the ``unknown`` ones, and the keys ``outside``.
+
+    ``added`` is what scores of near keys gain. A ``near_part`` stands for near keys: outputs, logarithms of weights.
+    """
     q = q * q.shape[-1] ** -0.5
-    near = q @ k.mT if numbers is None else q @ k.mT + numbers[:, None]
-    pairs = ((near, visible), (q @ sinks.k.mT, sinks.present))
-    logits = [torch.where(visible[..., None, :], scores, float("-inf")) for scores, visible in pairs]
-    out, weights = _softmax(logits, v, queries, outside, learned_sinks)
-    return out + weights @ sinks.v
+    if near_part:
+        v, near = near_part
+    else:
+        near = q @ k.mT if added is None else q @ k.mT + added
+        near = torch.where(hidden, float("-inf"), near)
+    logits = [near, (q @ sinks.k.mT).masked_fill(unknown, float("-inf"))]
+    weights, far = _softmax(logits, queries, outside, learned_sinks)
+    of_near, of_sinks = weights[..., : near.shape[-1]], weights[..., near.shape[-1] :]
+    return far + (of_near * v if near_part else of_near @ v) + of_sinks @ sinks.v
 
 
 def _softmax(
-    logits: list[Tensor], v: Tensor, queries: Features, outside: FarSums, learned_sinks: Tensor | None
+    logits: list[Tensor], queries: Features, outside: FarSums, learned_sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs over the keys with values ``v`` and those ``outside``; the weights of all other logits."""
-    sums, keys = queries.values @ outside.sums, v.shape[-2]
+    """The weights of all logits, and the weighted mean of the keys ``outside``."""
+    sums = queries.values @ outside.sums
     denominator = sums[..., -1]
     negligible = denominator < least(denominator)
     total = no_less(_log(denominator, queries.log_scale, outside.log_scale[..., None]), FLOOR)  # finite: if alone
     weights = masks.masked_softmax(torch.cat([*logits, total[..., None]], -1), None, learned_sinks)
     mean = sums[..., :-1] / denominator.masked_fill(negligible, 1.0)[..., None]  # first: a weight may be far larger
     weight = weights[..., -1].masked_fill(negligible, 0.0)
-    return weights[..., :keys] @ v + weight[..., None] * mean, weights[..., keys:-1]
+    return weights[..., :-1], weight[..., None] * mean
 
 
 def _log(product: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:

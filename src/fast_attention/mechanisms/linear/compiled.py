@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from fast_attention import core
 from fast_attention.engine.heads import several
 from fast_attention.engine.operation import HALVES_AND_SINGLE, NotServed
+from fast_attention.engine.tiles import four_axes
 from fast_attention.mechanisms.linear.core_map import EXPONENTIAL as EXPONENTIAL
 from fast_attention.mechanisms.linear.core_map import TRIGONOMETRIC as TRIGONOMETRIC
 
@@ -67,27 +68,20 @@ def sizes(*tensors: Tensor | None, **settings: Any) -> dict[str, int]:
     return {"section": SECTION}
 
 
-def _heads(x: Tensor, axes: int = 4) -> Tensor:
-    """With two leading sizes, and the numbers of a token side by side."""
-    batch_axes = x.ndim - axes + 2
-    if batch_axes != 2:
-        x = x.reshape(-1, *x.shape[batch_axes - 1 :]) if batch_axes > 2 else x[(None,) * (2 - batch_axes)]
-    return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
-
-
 def _call(
     inputs: Inputs, number: int, offset: float, eps: float, normalize: bool, is_causal: bool
 ) -> list[Any]:  # fmt: skip
     """Arguments that both passes are arguments."""
     q, k, v, key_mask, rows, key_rows, bias, kv, z, log_scale, decay = inputs
-    mask = None if key_mask is None else _heads(key_mask.expand(k.shape[:-1]), 3).view(torch.uint8)
+    if key_mask is not None:
+        key_mask = four_axes(key_mask.contiguous().expand(k.shape[:-1])[..., None])[..., 0].view(torch.uint8)
     batch_shape = q.shape[:-2]
-    weights = [None if x is None else _heads(x.expand(*batch_shape, *x.shape[-2:])) for x in (rows, key_rows, bias)]
+    weights = [None if x is None else four_axes(x.expand(*batch_shape, *x.shape[-2:])) for x in (rows, key_rows, bias)]
     weights[2] = None if weights[2] is None else weights[2][..., 0, :]
     scales = log_scale.expand_as(z) if log_scale is not None and z is not None and number >= EXPONENTIAL else None
     state = [None if x is None else x.contiguous() for x in (kv, z, scales)]
-    decay = None if decay is None else _heads(decay.expand(*batch_shape, *decay.shape[-2:]))
-    return [_heads(q), _heads(k), _heads(v), mask, *weights, *state, decay, number, offset, eps, normalize, is_causal]
+    decay = None if decay is None else four_axes(decay.expand(*batch_shape, -1, -1).contiguous())
+    return [*map(four_axes, (q, k, v)), key_mask, *weights, *state, decay, number, offset, eps, normalize, is_causal]
 
 
 def _sections(tokens: int) -> int:
@@ -165,7 +159,7 @@ def backward(
     parts = parts_of_weights(weights, q, queries, keys, rows, features)
     d_decay = None if decay is None else torch.zeros_like(decay)
     torch.ops.fast_attention_core.features_backward(
-        *call, *saved, _heads(gradients[0][..., front:, :]), *d_state, *grads,
+        *call, *saved, four_axes(gradients[0][..., front:, :]), *d_state, *grads,
         _memory(q, heads, queries, features, v.shape[-1]), *d_first, *parts, d_decay,
     )  # fmt: skip
     if d_decay is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -12,13 +12,12 @@ from torch import Tensor
 
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
-from fast_attention.feature_maps.features import Relu
+from fast_attention.feature_maps.feature_map import Features
 from fast_attention.left_padding import keys_to_front
-from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.linear import linear_state
-from fast_attention.mechanisms.linear.linear_attention import LinearAttention
+from fast_attention.mechanism import Attention, Shape
+from fast_attention.mechanisms.linear import linear_state, reference, sums
+from fast_attention.mechanisms.linear.kernelised import TRAITS
 from fast_attention.mechanisms.linear.linear_state import LinearState
-from fast_attention.traits import KERNELS
 from fast_attention.value import at_least
 
 
@@ -89,16 +88,11 @@ class CosFormer(Attention[Positions, CosFormerState]):
 
     eps: float = 1e-6
 
-    traits = Traits(
+    traits = replace(
+        TRAITS,
         paper="Qin et al. 2022, arXiv 2202.08791",
         formula="linear attention, relu(q_i) . relu(k_j) cos(pi (i - j) / 2M)",
         cost="n d^2",
-        complexity_exponent=1.0,
-        gpu=KERNELS,
-        causal=True,
-        padding=True,
-        cross=True,
-        memory="constant",
         needs_max_len=True,
     )
 
@@ -122,42 +116,39 @@ class CosFormer(Attention[Positions, CosFormerState]):
         if key_mask is not None and not is_causal and q.shape[-2] != k.shape[-2]:  # both begin at position 0
             k, v, key_mask = keys_to_front(k, v, key_mask)
         start = int(k.shape[-2] - q.shape[-2]) if is_causal else 0  # a tensor in torch.jit.trace
-        tokens = w.reweighted(q, start), w.reweighted(k)
-        return self._linear.attend(*tokens, v, (), is_causal=is_causal, key_mask=key_mask)
+        q, k = w.reweighted(q, start), w.reweighted(k)
+        return sums.of_map(sums.PLAIN, q, k, v, key_mask, eps=self.eps, is_causal=is_causal)
 
     @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Positions, state: CosFormerState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, CosFormerState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
-        sums, start = (None, 0) if state is None else (LinearState(*state[:3]), state.position(w))
+        start = 0 if state is None else state.position(w)
         end = start + k.shape[-2]
         if isinstance(start, Tensor):
             refusal = f"{self!r} was built for at most max_len={w.number} tokens"
             torch.ops.aten._assert_async.msg(end <= w.number, refusal)
         else:
             self.within(start + k.shape[-2], w.number)
-        out, sums = self._linear.advance(w.reweighted(q, start), w.reweighted(k, start), v, (), sums, key_mask=key_mask)
-        return out, CosFormerState.after(sums, end, w)
+        q, k = w.reweighted(q, start), w.reweighted(k, start)
+        out, after = sums.advance_map(sums.PLAIN, q, k, v, key_mask, state, eps=self.eps)
+        return out, CosFormerState.after(after, end, w)
 
     @in_float32
     def summarise_keys(self, k: Tensor, v: Tensor, w: Positions, *, key_mask: Tensor | None = None) -> CosFormerState:
         """The sums over some tokens, of which the first stands at position 0."""
         self.within(k.shape[-2], w.number)
-        sums = self._linear.summarise_keys(w.reweighted(k), v, (), key_mask=key_mask)
-        return CosFormerState.after(sums, k.shape[-2], w)
+        keys = reference.masked_keys(lambda x: Features(w.reweighted(x)), k, key_mask)
+        return CosFormerState.after(reference.summarised(keys, v), k.shape[-2], w)
 
     def merge_states(self, earlier: CosFormerState, later: CosFormerState) -> CosFormerState:
         """The sums over two neighbouring chunks: the later one's stand behind the earlier one's."""
-        sums = linear_state.combine(LinearState(*earlier[:3]), later.rotated(earlier.angle))
-        return CosFormerState(*sums, earlier.angle + later.angle)
+        total = linear_state.combine(LinearState(*earlier[:3]), later.rotated(earlier.angle))
+        return CosFormerState(*total, earlier.angle + later.angle)
 
     def read_summary(
         self, q: Tensor, k: Tensor, v: Tensor, w: Positions, state: CosFormerState, *, key_mask: Tensor | None
     ) -> Tensor:
         """Outputs of queries that stand at position 0 and on, as in a noncausal call."""
         return super().read_summary(q, k, v, w, state._replace(angle=torch.zeros_like(state.angle)), key_mask=key_mask)
-
-    @property
-    def _linear(self) -> LinearAttention:
-        return LinearAttention(feature_map=Relu(), eps=self.eps)  # turned features are never negative

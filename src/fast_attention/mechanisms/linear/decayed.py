@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,10 +18,9 @@ from fast_attention.engine.tracing import symbolic, traced
 from fast_attention.feature_maps.feature_map import Elementwise, Features
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import gpu, linear_state, reference, sums
+from fast_attention.mechanisms.linear import gpu, kernelised, linear_state, reference, sums
 from fast_attention.mechanisms.linear.core_map import CoreMap
 from fast_attention.mechanisms.linear.linear_state import Sums
-from fast_attention.traits import KERNELS
 from fast_attention.value import at_least, one_of
 
 
@@ -43,32 +43,16 @@ class Gates(NamedTuple):
 class Decay(NamedTuple):
     """The logarithms by which every token decays what was before it: in float32 or better whatever the keys are."""
 
-    logs: Float[Tensor, "*batch length *channels"]
+    logs: Float[Tensor, "*batch length channels"]  # one channel stands for all
 
 
 @in_float32
 def decay(k: Tensor, w: Gates, key_mask: Tensor | None) -> Decay:
     """By how much every token decays what was before it; by nothing where it is masked."""
-    if w.logit.ndim > 1:
-        assert w.rows is not None
-        logit = w.logit[:, None].to(k.dtype) + by_head(k, w.rows.mT.to(k.dtype))
-        return Decay(unmasked(F.logsigmoid(logit), key_mask, by_channel=True))
-    logit = w.logit[..., None].to(k.dtype)
+    logit = w.logit.reshape(len(w.logit), 1, -1).to(k.dtype)
     if w.rows is not None:
-        logit = logit + by_head(k, w.rows.to(k.dtype)[..., None])[..., 0]
-    return Decay(unmasked(F.logsigmoid(logit).expand(k.shape[:-1]), key_mask))
-
-
-def unmasked(log_decay: Tensor, key_mask: Tensor | None, *, by_channel: bool = False) -> Tensor:
-    """``log_decay`` (..., L), or (..., L, C) ``by_channel``; nothing at masked tokens."""
-    if key_mask is None:
-        return log_decay
-    return log_decay.masked_fill(~(key_mask[..., None] if by_channel else key_mask), 0.0)
-
-
-def columns(log_decay: Tensor, k: Tensor) -> Tensor:
-    """``log_decay`` (..., L) as (..., L, 1); with a number for each channel of the keys, as it is."""
-    return log_decay if log_decay.ndim == k.ndim else log_decay[..., None]
+        logit = logit + by_head(k, w.rows.reshape(len(w.rows), -1, k.shape[-1]).mT.to(k.dtype))
+    return Decay(masks.drop(F.logsigmoid(logit).expand(*k.shape[:-1], -1), key_mask))
 
 
 def decayed_linear_attention(
@@ -101,7 +85,8 @@ def decayed_linear_attention(
         raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; keys {tuple(k.shape)} take one number each")
     if not traced() and bool((log_decay > 0.0).any()):
         raise ValueError("log_decay holds numbers above 0: sums decay by exp(log_decay), which is at most 1")
-    log_decay = unmasked(widen(log_decay).expand(wanted), key_mask, by_channel=by_channel)
+    log_decay = widen(log_decay).expand(wanted)
+    log_decay = masks.drop(log_decay if by_channel else log_decay[..., None], key_mask)
     return _attend(q, k, v, log_decay, key_mask, phi=feature_map, normalize=normalize, eps=eps, is_causal=is_causal)
 
 
@@ -112,15 +97,7 @@ def _attend(
     core_map = CoreMap.of(phi)
     if not is_causal or core_map is None:
         return _of_features(q, k, v, log_decay, key_mask, phi=phi, is_causal=is_causal, **settings)
-    return _causal(q, k, v, log_decay, key_mask, core_map, **settings)
-
-
-def _causal(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, core_map: CoreMap = sums.PLAIN, *,
-    normalize: bool = False, eps: float = 0.0,
-) -> Tensor:  # fmt: skip
-    settings: Any = {**core_map.settings, "normalize": normalize, "eps": float(eps), "is_causal": True}
-    return sums.attend(q, k, v, key_mask, *[None] * 6, columns(log_decay, k), **settings)
+    return sums.of_map(core_map, q, k, v, key_mask, log_decay, is_causal=True, **settings)
 
 
 @in_float32
@@ -131,7 +108,7 @@ def _of_features(
     """Outputs by features that are made here; not causal, over keys on both sides of a query."""
     q, k = phi(q), phi(masks.drop(k, key_mask))
     if is_causal:
-        return _causal(q, k, v, log_decay, key_mask, normalize=normalize, eps=eps)
+        return sums.of_map(sums.PLAIN, q, k, v, key_mask, log_decay, normalize=normalize, eps=eps, is_causal=True)
     values = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalize else v
     out, scale = None, v.new_ones(1)
     if not operation.unsupported_reason(q, k, v):
@@ -149,12 +126,12 @@ def _advance(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, state: DecayedState | None,
     core_map: CoreMap = sums.PLAIN, *, normalize: bool, eps: float,
 ) -> tuple[Tensor, DecayedState]:  # fmt: skip
-    settings: Any = {**core_map.settings, "normalize": normalize, "eps": float(eps), "is_causal": True}
-    logs, before = columns(log_decay, k), (None, None, None) if state is None else state[:3]
-    out, kv, z, log_scale = sums.advance(q, k, v, key_mask, None, None, None, *before, logs, **settings)
-    over_all = logs[..., 0, :] if not symbolic() and q.shape[-2] == 1 else logs.sum(-2, dtype=torch.float64)
+    out, after = sums.advance_map(core_map, q, k, v, key_mask, state, log_decay, normalize=normalize, eps=eps)
+    over_all = log_decay[..., 0, :]
+    if symbolic() or q.shape[-2] > 1:
+        over_all = log_decay.sum(-2, dtype=torch.float64)
     over_all = over_all if state is None else over_all + state.log_decay
-    return out, DecayedState(kv, z, log_scale, over_all.to(z.dtype))
+    return out, DecayedState(*after, over_all.to(after.k.dtype))
 
 
 @in_float32
@@ -170,21 +147,19 @@ def _both_sides(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Te
 
     Channels that decay by themselves fade in the queries.
     """
-    left = _causal(q, k, v, log_decay, key_mask)
-    by_channel = log_decay.ndim == k.ndim
-    axis = -2 if by_channel else -1
-    to_next = _next(log_decay, axis)
-    decay_factor = columns(to_next.exp(), k)
-    mask = None if key_mask is None else _next(key_mask, -1).flip(-1)
-    q, k, v = (x.flip(-2) for x in (q * decay_factor if by_channel else q, _next(k, -2), _next(v, -2)))
-    right = _causal(q, k, v, _next(to_next, axis).flip(axis), mask).flip(-2)
-    return left + (right if by_channel else right * decay_factor)
+    of_sums = partial(sums.of_map, sums.PLAIN, is_causal=True, normalize=False)
+    left = of_sums(q, k, v, key_mask, log_decay)
+    to_next, by_channel = _next(log_decay), log_decay.shape[-1] > 1
+    factor = to_next.exp()
+    mask = None if key_mask is None else _next(key_mask[..., None]).flip(-2)[..., 0]
+    q, k, v = (x.flip(-2) for x in (q * factor if by_channel else q, _next(k), _next(v)))
+    right = of_sums(q, k, v, mask, _next(to_next).flip(-2)).flip(-2)
+    return left + (right if by_channel else right * factor)
 
 
-def _next(x: Tensor, dim: int) -> Tensor:
+def _next(x: Tensor) -> Tensor:
     """Token behind every token; zeros behind the last."""
-    padded = F.pad(x, (0, 0) * (-1 - dim) + (0, 1))
-    return padded[..., 1:] if dim == -1 else padded[..., 1:, :]
+    return F.pad(x, (0, 0, 0, 1))[..., 1:, :]
 
 
 def attend_packed(
@@ -195,13 +170,19 @@ def attend_packed(
 
     None where kernels do not serve.
     """
-    if log_decay.ndim == k.ndim:
-        return None
     logs, core_map = gpu.begun(log_decay, lengths), CoreMap.of(phi) or sums.PLAIN
-    states = [None] * 6
-    if gpu.serves(q, k, v, key_mask, *states, logs[..., None], **core_map.settings, normalize=normalize and is_causal):
+    others = [None] * 6
+    if gpu.serves(q, k, v, key_mask, *others, logs, **core_map.settings, normalize=normalize and is_causal):
         return None
     return _attend(q, k, v, logs, key_mask, phi=phi, normalize=normalize, is_causal=is_causal, **settings)
+
+
+TRAITS = replace(
+    kernelised.TRAITS,
+    paper="Sun et al. 2023, arXiv 2307.08621",
+    formula="S_t = g_t S_{t-1} + phi(k_t) v_t^T, z alike; phi(q) S_t / (phi(q) . z_t + eps)",
+    cross=False,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -228,6 +209,8 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
     normalize: bool = True
     eps: float = 1e-6
 
+    _traits = TRAITS  # of each value, set when it is made
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_map", as_feature_map(self, "feature_map", self.feature_map))
         one_of(self, "gate", self.gate, ("fixed", "learned", "token", "channel"))
@@ -236,22 +219,13 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
                 f"{self!r}: channels decay by themselves under an elementwise map only, such as Identity()"
             )
         at_least(self, "eps", self.eps, 0.0)
+        rotary = isinstance(self.feature_map, Identity) and self.gate != "channel"
+        object.__setattr__(self, "_traits", replace(TRAITS, rotary=rotary, learned=self.gate != "fixed"))
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """Traits of linear attention, for queries that stand beside their keys."""
-        return Traits(
-            paper="Sun et al. 2023, arXiv 2307.08621",
-            formula="S_t = g_t S_{t-1} + phi(k_t) v_t^T, z alike; phi(q) S_t / (phi(q) . z_t + eps)",
-            cost="n m d",
-            complexity_exponent=1.0,
-            gpu=KERNELS,
-            causal=True,
-            padding=True,
-            rotary=isinstance(self.feature_map, Identity) and self.gate != "channel",
-            memory="constant",
-            learned=self.gate != "fixed",
-        )
+        return self._traits
 
     def weights(self, shape: Shape) -> Gates:
         """RetNet's decays, by their logits."""
@@ -310,7 +284,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
     def summarise_keys(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:
         """The sums over some tokens, and how much these decay what was before them."""
         keys = reference.masked_keys(lambda x: Features(self.feature_map(x)), k, key_mask)
-        log_scale, reached = reference.log_scale(keys), columns(decay(k, w, key_mask).logs, k).double().cumsum(-2)
+        log_scale, reached = reference.log_scale(keys), decay(k, w, key_mask).logs.double().cumsum(-2)
         rescale = (reached[..., -1:, :] - reached).exp().to(v.dtype)
         scaled = keys.values * (-log_scale).exp()[..., None] * rescale
         return DecayedState(scaled.mT @ v, scaled.sum(-2), log_scale, reached[..., -1, :].to(v.dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,9 +16,9 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import cummax
 from fast_attention.feature_maps.features import Features
 from fast_attention.feature_maps.random_features import draw, trigonometric
-from fast_attention.mechanism import Shape, Traits, Unsupported
+from fast_attention.mechanism import Shape, Unsupported
 from fast_attention.mechanisms.linear import linear_state, reference
-from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised, Map
+from fast_attention.mechanisms.linear.kernelised import TRAITS, CoreMap, Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums
 from fast_attention.traits import PLAIN
 from fast_attention.value import at_least, one_of
@@ -100,17 +100,12 @@ class Favor(Kernelised[TrigonometricWeights]):
     orthogonal: bool = True
     clamp: float | None = None
 
-    traits = Traits(
+    traits = replace(
+        TRAITS,
         paper="Choromanski et al. 2020, arXiv 2006.03555",
         formula="phi(q) . phi(k) estimates exp(q . k / sqrt(d)); phi(x) = e^(|x|^2 / 2) [cos W x, sin W x] / sqrt(m)",
-        cost="n m d",
-        complexity_exponent=1.0,
         gpu=PLAIN,
-        causal=True,
-        padding=True,
-        cross=True,
         rotary=True,
-        memory="constant",
         random=True,
         approximates="Softmax",
     )

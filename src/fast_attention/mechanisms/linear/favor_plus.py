@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from jaxtyping import Bool, Float
@@ -14,8 +14,7 @@ from fast_attention.feature_maps.features import as_feature_map
 from fast_attention.feature_maps.random_features import draw, generalised
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import sums
-from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised, Map
-from fast_attention.traits import KERNELS
+from fast_attention.mechanisms.linear.kernelised import TRAITS, CoreMap, Kernelised, Map
 from fast_attention.value import at_least, one_of
 
 
@@ -67,6 +66,15 @@ class Projection(NamedTuple):
     projection: Tensor
 
 
+OTHER_KERNEL = replace(
+    TRAITS,
+    paper="Choromanski et al. 2020, arXiv 2009.14794",
+    formula="phi(q) . phi(k) estimates exp(q . k / sqrt(d)); phi(x) = exp(W x - |x|^2 / 2) / sqrt(m)",
+    random=True,
+)
+SOFTMAX_KERNEL = replace(OTHER_KERNEL, rotary=True, approximates="Softmax")
+
+
 @dataclass(frozen=True, repr=False)
 class FavorPlus(Kernelised[Projection]):
     """Unbiased estimates of the exponentials from positive random features: linear time, a state of constant size.
@@ -95,20 +103,7 @@ class FavorPlus(Kernelised[Projection]):
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """Traits of linear attention; an approximation of softmax unless a kernel is given."""
-        return Traits(
-            paper="Choromanski et al. 2020, arXiv 2009.14794",
-            formula="phi(q) . phi(k) estimates exp(q . k / sqrt(d)); phi(x) = exp(W x - |x|^2 / 2) / sqrt(m)",
-            cost="n m d",
-            complexity_exponent=1.0,
-            gpu=KERNELS,
-            causal=True,
-            padding=True,
-            cross=True,
-            rotary=self.kernel is None,
-            memory="constant",
-            random=True,
-            approximates="Softmax" if self.kernel is None else None,
-        )
+        return SOFTMAX_KERNEL if self.kernel is None else OTHER_KERNEL
 
     def __post_init__(self) -> None:
         at_least(self, "num_features", self.num_features, 1)

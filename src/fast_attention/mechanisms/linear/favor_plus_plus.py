@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -12,10 +12,9 @@ from torch import Tensor
 from fast_attention import checks
 from fast_attention.engine.precision import widen
 from fast_attention.feature_maps.random_features import damped, draw
-from fast_attention.mechanism import Shape, Traits
+from fast_attention.mechanism import Shape
 from fast_attention.mechanisms.linear import sums
-from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised
-from fast_attention.traits import KERNELS
+from fast_attention.mechanisms.linear.kernelised import TRAITS, CoreMap, Kernelised
 from fast_attention.value import at_least
 
 
@@ -117,17 +116,11 @@ class FavorPlusPlus(Kernelised[DampedProjection]):
     num_features: int = 256
     orthogonal: bool = True
 
-    traits = Traits(
+    traits = replace(
+        TRAITS,
         paper="Likhosherstov et al. 2022, arXiv 2205.15317",
         formula="E[phi(q) . phi(k)] = exp(q . k / sqrt(d)), phi(x) = D exp(A |w|^2 + B w . x - |x|^2 / 2) / sqrt(m)",
-        cost="n m d",
-        complexity_exponent=1.0,
-        gpu=KERNELS,
-        causal=True,
-        padding=True,
-        cross=True,
         rotary=True,
-        memory="constant",
         random=True,
         approximates="Softmax",
     )

@@ -100,9 +100,9 @@ def packed(
 
 
 def begun(log_decay: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """``log_decay`` (..., L), which lets nothing pass where a sequence of ``lengths`` begins."""
+    """``log_decay`` (..., L, 1), which lets nothing pass where a sequence of ``lengths`` begins."""
     starts = [start for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False) if length > 0]
-    return log_decay.index_fill(-1, torch.tensor(starts, device=log_decay.device), NOTHING)
+    return log_decay.index_fill(-2, torch.tensor(starts, device=log_decay.device), NOTHING)
 
 
 def _elementwise(

@@ -16,11 +16,23 @@ from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.feature_maps.feature_map import Map as Map
-from fast_attention.mechanism import Attention, W
+from fast_attention.mechanism import Attention, Traits, W
 from fast_attention.mechanisms.linear import gpu, linear_state, reference, sums
 from fast_attention.mechanisms.linear.core_map import CoreMap as CoreMap
 from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.traits import KERNELS
 
+TRAITS = Traits(
+    paper="Katharopoulos et al. 2020, arXiv 2006.16236",
+    formula="phi(q) (sum_j phi(k_j) v_j^T) / (phi(q) . sum_j phi(k_j) + eps)",
+    cost="n m d",
+    complexity_exponent=1.0,
+    gpu=KERNELS,
+    causal=True,
+    padding=True,
+    cross=True,
+    memory="constant",
+)
 TokenMap = Callable[[Tensor], Features]  # features with one log scale for each token
 
 
@@ -51,10 +63,6 @@ class Kernelised(Attention[W, LinearState]):
         core_map = self.core_map(w)
         assert core_map is not None
         return core_map.maps(unbiased=True)
-
-    def per_token(self, w: W) -> tuple[TokenMap, TokenMap]:
-        """``maps`` over each token's largest feature, for sums with other weights than products of features."""
-        return per_token(self.maps(w))
 
     @property
     def signed(self) -> bool:

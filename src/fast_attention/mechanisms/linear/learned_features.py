@@ -5,7 +5,7 @@ Pretrained models are fine-tuned into either; T2R is Kasai et al. 2021.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -14,15 +14,10 @@ from torch import Tensor, nn
 
 from fast_attention.engine.heads import by_head
 from fast_attention.engine.numerics import clamp
-from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Features
-from fast_attention.feature_maps.features import Relu
 from fast_attention.feature_maps.random_features import draw
-from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised, Map
-from fast_attention.mechanisms.linear.linear_attention import LinearAttention
-from fast_attention.mechanisms.linear.linear_state import LinearState
-from fast_attention.traits import KERNELS
+from fast_attention.mechanism import Shape
+from fast_attention.mechanisms.linear.kernelised import TRAITS, CoreMap, Kernelised, Map
 from fast_attention.value import at_least
 
 
@@ -50,16 +45,10 @@ class LearnedFeatures(Kernelised[Maps]):
     num_features: int = 64
     scale: float = 1.0
 
-    traits = Traits(
+    traits = replace(
+        TRAITS,
         paper="Zhang et al. 2024, arXiv 2402.04347",
         formula="linear attention, phi(x) = [exp(W x), exp(-W x)] exp(-|x|^2 / 2) with W learned",
-        cost="n m d",
-        complexity_exponent=1.0,
-        gpu=KERNELS,
-        causal=True,
-        padding=True,
-        cross=True,
-        memory="constant",
         learned=True,
     )
 
@@ -104,16 +93,10 @@ class T2R(Kernelised[Layer]):
     num_features: int = 32
     eps: float = 1e-6
 
-    traits = Traits(
+    traits = replace(
+        TRAITS,
         paper="Kasai et al. 2021, arXiv 2103.13076",
         formula="linear attention, phi(x) = max(W x + b, 0) with W and b learned",
-        cost="n m d",
-        complexity_exponent=1.0,
-        gpu=KERNELS,
-        causal=True,
-        padding=True,
-        cross=True,
-        memory="constant",
         learned=True,
     )
 
@@ -136,19 +119,3 @@ class T2R(Kernelised[Layer]):
             return Features(w(x).relu())
 
         return features, features
-
-    @in_float32
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Layer, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """Linear attention of the layer's numbers, of which the map takes each by itself."""
-        return self._linear.attend(w(q), w(k), v, (), is_causal=is_causal, key_mask=key_mask)
-
-    @in_float32
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Layer, state: LinearState | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, LinearState]:
-        """Outputs of the new tokens, and the sums over all keys up to their end."""
-        return self._linear.advance(w(q), w(k), v, (), state, key_mask=key_mask)
-
-    @property
-    def _linear(self) -> LinearAttention:
-        return LinearAttention(feature_map=Relu(), eps=self.eps)

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
-from fast_attention.mechanism import Traits
 from fast_attention.mechanisms.linear import decayed, sums
-from fast_attention.mechanisms.linear.kernelised import CoreMap, Kernelised, Map
-from fast_attention.traits import KERNELS
+from fast_attention.mechanisms.linear.kernelised import TRAITS, CoreMap, Kernelised, Map
 from fast_attention.value import at_least
 
 
@@ -56,17 +54,7 @@ class LinearAttention(Kernelised[tuple[()]]):
     eps: float = 1e-6
 
     unordered = True
-    traits = Traits(
-        paper="Katharopoulos et al. 2020, arXiv 2006.16236",
-        formula="phi(q) (sum_j phi(k_j) v_j^T) / (phi(q) . sum_j phi(k_j) + eps)",
-        cost="n m d",
-        complexity_exponent=1.0,
-        gpu=KERNELS,
-        causal=True,
-        padding=True,
-        cross=True,
-        memory="constant",
-    )
+    traits = TRAITS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_map", as_feature_map(self, "feature_map", self.feature_map))
@@ -97,5 +85,5 @@ class LinearAttention(Kernelised[tuple[()]]):
         if not isinstance(self._map, Elementwise):
             return None
         settings: Any = {"phi": self._map, "normalize": True, "eps": self.eps, "is_causal": is_causal}
-        logs = q.new_zeros(q.shape[:-1], dtype=torch.float32)
+        logs = q.new_zeros(*q.shape[:-1], 1, dtype=torch.float32)
         return decayed.attend_packed(q, k, v, logs, lengths, key_mask, **settings)

@@ -83,15 +83,18 @@ advance = Operation(
 
 
 def of_map(
-    core_map: CoreMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, eps: float = 0.0, is_causal: bool
-) -> Tensor:
-    """Attention by features that the operation makes."""
+    core_map: CoreMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, log_decay: Tensor | None = None, *,
+    eps: float = 0.0, is_causal: bool, normalize: bool = True,
+) -> Tensor:  # fmt: skip
+    """Attention by features that the operation makes; sums decay by ``log_decay`` (..., L, 1), or (..., L, C)."""
     rows = core_map.rows
     if rows is not None and not symbolic() and rows.shape[:-2] != q.shape[-rows.ndim : -2]:
         batch_shape = torch.broadcast_shapes(q.shape[:-2], rows.shape[:-2])
         q, k, v = (x.expand(*batch_shape, -1, -1) for x in (q, k, v))
     of_rows = () if rows is None else widen(tuple(core_map[2:]))
-    return attend(q, k, v, key_mask, *of_rows, **core_map.settings, eps=float(eps), is_causal=is_causal)
+    decays = () if log_decay is None else (*[None] * 6, log_decay)
+    settings: Any = {**core_map.settings, "eps": float(eps), "is_causal": is_causal, "normalize": normalize}
+    return attend(q, k, v, key_mask, *of_rows, *decays, **settings)
 
 
 def of_features(queries: Any, keys: Any, v: Tensor, *, eps: float = 0.0, is_causal: bool) -> Tensor:
@@ -103,12 +106,14 @@ def of_features(queries: Any, keys: Any, v: Tensor, *, eps: float = 0.0, is_caus
 
 
 def advance_map(
-    core_map: CoreMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: LinearState | None, *,
-    eps: float = 0.0,
+    core_map: CoreMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Any,
+    log_decay: Tensor | None = None, *, eps: float = 0.0, normalize: bool = True,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
-    """``of_map`` for new tokens behind ``state``, and the state after them."""
-    before, of_rows = (None, None, None) if state is None else state, widen(tuple(core_map[2:]))
-    out, *after = advance(q, k, v, key_mask, *of_rows, *before, **core_map.settings, eps=float(eps), is_causal=True)
+    """``of_map`` for new tokens behind the sums of ``state``, and the sums after them."""
+    before, of_rows = (None, None, None) if state is None else state[:3], widen(tuple(core_map[2:]))
+    decays = () if log_decay is None else (log_decay,)
+    settings: Any = {**core_map.settings, "eps": float(eps), "is_causal": True, "normalize": normalize}
+    out, *after = advance(q, k, v, key_mask, *of_rows, *before, *decays, **settings)
     return out, LinearState(*after)
 
 

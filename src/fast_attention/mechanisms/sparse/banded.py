@@ -17,6 +17,7 @@ from fast_attention.engine.operation import Fast, like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.gpu import flex, patterns
+from fast_attention.mechanisms.dense.softmax import softmax_attention
 
 
 def attend(
@@ -26,8 +27,8 @@ def attend(
     *,
     left: int,
     right: int,
-    size: int = 0,
-    is_causal: bool = False,
+    size: int,
+    is_causal: bool,
     key_mask: Bool[Tensor, "*#batch2 keys"] | None,
     attn_mask: Tensor | None,
     dropout: float,
@@ -39,44 +40,48 @@ def attend(
 
     Args:
         q, k, v: Queries, keys and values.
-        left: Keys before the query that it sees, or with ``size`` blocks before its own.
-        right: Keys behind it, or blocks behind its own.
-        size: Keys of a block, counted from the first key; 0: the window moves with the query.
-        is_causal: Whether later keys of a block are hidden; a window's ``right`` is 0 then.
+        left: Blocks of keys before its own that a query sees.
+        right: Blocks behind its own; none where causal.
+        size: Keys of a block, counted from the first key; 1: a window that moves with the query.
+        is_causal: Whether later keys are hidden.
         key_mask, attn_mask, dropout: As in a call of a mechanism.
         scale: Factor on the dot products; None means 1/sqrt(width).
         bias: What scores gain by offsets.
         sinks: Scores of each head whose exponentials add to normalisers.
     """
-    low, high = (-left, right) if size == 0 else (-(left + 1) * size + 1, (right + 1) * size - 1)
+    length, keys = q.shape[-2], k.shape[-2]
+    right = 0 if is_causal else right
+    if not symbolic():
+        final = (keys - 1) // size
+        last = final - (keys - length) // size
+        if left >= final and (is_causal or right >= last):  # everything is near
+            return softmax_attention(
+                q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale,
+                bias=bias, sinks=sinks,
+            )  # fmt: skip
+        left, right = min(left, final), min(right, last)
+    low, high = -(left + 1) * size + 1, (right + 1) * size - 1
     terms = offsets.between(bias, low, high - low + 1, q)
     settings: Any = {
         "left": left, "right": right, "size": size, "is_causal": is_causal,
-        "scale": float(q.shape[-1] ** -0.5 if scale is None else scale), "first": low + k.shape[-2] - q.shape[-2],
+        "scale": float(q.shape[-1] ** -0.5 if scale is None else scale), "first": low + keys - length,
     }  # fmt: skip
     if attn_mask is None and dropout == 0.0:
         return _banded(q, k, v, key_mask, *terms, sinks, **settings)
     trace.record("softmax in blocks", "dropout" if attn_mask is None else "a mask of the caller's")
-    return banded_softmax(q, k, v, key_mask, *terms, sinks, attn_mask, dropout=dropout, **settings)
+    run = banded_softmax if bias is None else in_float32(banded_softmax)
+    return run(q, k, v, key_mask, *terms, sinks, attn_mask, dropout=dropout, **settings)
 
 
 def banded_softmax(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None = None,
     vectors: Tensor | None = None, sinks: Tensor | None = None, attn_mask: Tensor | None = None,
-    *, dropout: float = 0.0, first: int, **settings: Any,
+    *, scale: float, dropout: float = 0.0, first: int, **settings: Any,
 ) -> Tensor:  # fmt: skip
     """The reference, under any mask: blocks of queries read overlapping slices of keys, which are views.
 
     Terms of positions belong to offsets from ``first`` on.
     """
-    attend = _in_slices if numbers is None else in_float32(_in_slices)  # thousands are no numbers of low precision
-    return attend(q, k, v, key_mask, numbers, vectors, sinks, attn_mask, dropout=dropout, **settings)
-
-
-def _in_slices(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, attn_mask: Tensor | None, *, scale: float, dropout: float, **settings: Any,
-) -> Tensor:  # fmt: skip
     length, keys = q.shape[-2], k.shape[-2]
     band, keys_left, front, before = _band(length, keys, q.device, **settings)
     block, span = band.shape
@@ -120,7 +125,7 @@ def _band(
     """Masks of a block of queries: what it sees of its slice, the keys of the slice before the block, the queries that
     are missing before the first block, and minus the first offset of the terms.
     """
-    if size == 0:
+    if size == 1:
         block = smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
         return masks.band(block, left, right, left=left, right=right, device=device), left, 0, left
     several = 1 if symbolic() else max(SMALLEST_BLOCK // size, 1)  # small blocks share one slice of keys
@@ -137,7 +142,7 @@ def _band(
 
 def _plan(q: Tensor, k: Tensor, *, left: int, right: int, size: int, is_causal: bool) -> tiles.Plan:
     length, keys = q.shape[-2], k.shape[-2]
-    if size == 0:
+    if size == 1:
         return tiles.window(length, keys, left, right)
     return tiles.blocks(length, keys, size, left, right, is_causal)
 
@@ -153,7 +158,7 @@ def _flex(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: None, left: int, right: int, size: int,
     is_causal: bool, scale: float, first: int,
 ) -> Tensor:  # fmt: skip
-    if size == 0:
+    if size == 1:
         near = patterns.window(q, k, left=left, right=right)
     else:
         near = patterns.blocks(q, k, size, before=left, after=right, is_causal=is_causal)

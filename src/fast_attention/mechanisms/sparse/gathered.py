@@ -14,7 +14,6 @@ from fast_attention.engine.blocks import join, split, split_mask
 from fast_attention.engine.fused import biased_attention, blockwise_softmax, fused_attention
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.operation import Fast, like_queries
-from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting
 from fast_attention.gpu import flex, patterns
 
@@ -53,15 +52,6 @@ def blocks_of_table(
     sinks: Tensor | None, table: Tensor, *, size: int, is_causal: bool, scale: float, start: int, stop: int, first: int,
 ) -> Tensor:  # fmt: skip
     """Softmax attention over the blocks of keys that a table names; the reference of ``gathered_softmax``."""
-    attend = _of_table if numbers is None else in_float32(_of_table)
-    settings: Any = {"size": size, "is_causal": is_causal, "scale": scale, "start": start, "stop": stop}
-    return attend(q, k, v, key_mask, numbers, vectors, sinks, table, **settings)
-
-
-def _of_table(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, table: Tensor, *, size: int, is_causal: bool, scale: float, start: int, stop: int,
-) -> Tensor:  # fmt: skip
     length, number = q.shape[-2], table.shape[-2]
     position = (table[..., None] * size + torch.arange(size, device=q.device)).flatten(-2)
     chosen = table.clamp(min=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -133,59 +134,24 @@ def grid_softmax(
         if height <= 0 or (down.covers(height) and across.covers(width)):
             return softmax_attention(q, k, v, key_mask=key_mask, scale=scale, sinks=sinks)
         down, across = down.within(height), across.within(width)
-    return _in_grid(
-        q, k, v, key_mask, sinks, width=width, leading=leading,
-        row_window=down.window, row_dilation=down.dilation, row_shift=down.shift, row_tile=down.tile,
-        column_window=across.window, column_dilation=across.dilation, column_shift=across.shift,
-        column_tile=across.tile, scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
-    )  # fmt: skip
+    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    return _in_grid(q, k, v, key_mask, sinks, width=width, down=down, across=across, leading=leading, scale=factor)
 
 
-def _of_grid(
-    *, width: int, leading: int, row_window: int, row_dilation: int, row_shift: int, row_tile: int, column_window: int,
-    column_dilation: int, column_shift: int, column_tile: int, scale: float,
-) -> dict[str, Any]:  # fmt: skip
-    """The settings of ``plain_softmax``, of numbers."""
-    down = Axis(row_window, row_dilation, row_shift, row_tile)
-    across = Axis(column_window, column_dilation, column_shift, column_tile)
-    return {"width": width, "leading": leading, "down": down, "across": across, "scale": scale}
-
-
-def _in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, sinks: Tensor | None, **numbers: Any
-) -> Tensor:
-    return plain_softmax(q, k, v, key_mask, sinks, **_of_grid(**numbers))
-
-
-def _in_tiles(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, sinks: Tensor | None, **numbers: Any) -> Tensor:
-    settings = _of_grid(**numbers)
-    order = _order(q.shape[-2], *(settings[name] for name in ("width", "leading", "down", "across")))
+def _in_tiles(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, sinks: Tensor | None, *, width: int, down: Axis,
+    across: Axis, leading: int, scale: float,
+) -> Tensor:  # fmt: skip
+    sizes = {"width": width, "leading": leading, "down": Axis(*down), "across": Axis(*across)}
+    order = _order(q.shape[-2], **sizes)
     if order is None:
-        return _compiled(q, k, v, key_mask, None, None, sinks, **settings)
+        return _compiled(q, k, v, key_mask, None, None, sinks, **sizes, scale=scale)
     if key_mask is not None:
         key_mask = key_mask[..., order.tokens] & order.exists
     elif not order.exists.all():
         key_mask = order.exists[None]
     q, k, v = (x[..., order.tokens, :] for x in (q, k, v))
-    out = _compiled(q, k, v, key_mask, None, None, sinks, **settings)
-    return out[..., order.places, :]
-
-
-def _sizes(*tensors: Any, **numbers: Any) -> dict[str, int]:
-    settings = _of_grid(**numbers)
-    return {"rows": settings["down"].size, "columns": settings["across"].size}
-
-
-_in_grid = Operation(
-    _in_blocks,
-    cpu=Fast(
-        _in_tiles, None, serves=tiles.against, path=f"{trace.CORE}: softmax in tiles",
-        why="only keys near some queries of a row are seen",
-    ),
-    empty=like_queries,
-    path="softmax in blocks",
-    sizes=_sizes,
-)  # fmt: skip
+    return _compiled(q, k, v, key_mask, None, None, sinks, **sizes, scale=scale)[..., order.places, :]
 
 
 class Order(NamedTuple):
@@ -202,24 +168,16 @@ def _classes(axis: Axis, length: int) -> Int[Tensor, "length"]:
     return at % axis.dilation if axis.slides else (at - axis.shift).div(axis.window, rounding_mode="floor")
 
 
-def _groups(height: int, width: int, down: Axis, across: Axis) -> Int[Tensor, "tokens"]:
-    """The number of every token's group: tokens see those of their own group only."""
-    row, column = _classes(down, height), _classes(across, width)
-    columns = int(column.max()) - int(column.min()) + 1
-    return ((row - row.min())[:, None] * columns + (column - column.min())).flatten()
-
-
 @lru_cache(256)
 def _order(length: int, width: int, leading: int, down: Axis, across: Axis) -> Order | None:
     """The order of tokens; None where they stand in it already."""
     if down.slides and across.slides and down.dilation == across.dilation == 1:
         return None
     height = -(-(length - leading) // width)
-    group = _groups(height, width, down, across)
+    row, column = _classes(down, height), _classes(across, width)
+    group = ((row - row.min())[:, None] * width + (column - column.min())).flatten()
     tokens = torch.cat([torch.arange(leading), leading + group.argsort(stable=True)])
     exists = tokens < length
-    if not (down.slides or across.slides):  # whole blocks are seen, so that none need be of full size
-        tokens, exists = tokens[exists], exists[exists]
     places = torch.empty_like(tokens).scatter_(0, tokens, torch.arange(len(tokens)))[:length]
     return Order(tokens.clamp(max=length - 1), exists, places)
 
@@ -240,35 +198,25 @@ def _grid_plan(length: int, width: int, leading: int, down: Axis, across: Axis) 
 
     before = [(0, leading, -FAR, FAR, 0, 1)] if leading else []
     add(0, leading, [(0, total, -FAR, FAR, 0, 1)], MOST_ROWS)
-    sizes = [_classes(axis, n).unique(return_counts=True)[1].tolist() for axis, n in ((down, height), (across, width))]
+    heights, widths = (
+        _classes(x, n).unique(return_counts=True)[1].tolist() for x, n in ((down, height), (across, width))
+    )
     start = leading
-    if not (down.slides or across.slides):
-        group = _groups(height, width, down, across)[: length - leading]
-        for count in group.unique(return_counts=True)[1].tolist():
-            add(start, start + count, [*before, (start, start + count, -FAR, FAR, 0, 1)], MOST_ROWS)
-            start += count
-        sizes[0] = []
-    for high in sizes[0]:
-        for wide in sizes[1]:
-            rows_seen = min(down.window, high) if down.slides else high
-            columns_seen = min(across.window, wide) if across.slides else wide
-            if rows_seen == high and columns_seen == wide:
-                add(start, start + high * wide, [*before, (start, start + high * wide, -FAR, FAR, 0, 1)], MOST_ROWS)
-                start += high * wide
-                continue
+    for high, wide in product(heights, widths):
+        rows_seen, columns_seen = min(down.window, high), min(across.window, wide)
+        if rows_seen == high and columns_seen == wide:
+            add(start, start + high * wide, [*before, (start, start + high * wide, -FAR, FAR, 0, 1)], MOST_ROWS)
+        else:
+            half = columns_seen // 2
             for row in range(high):
-                top = min(max(row - rows_seen // 2, 0), high - rows_seen)
-                first = start + row * wide
-                if columns_seen == wide:
-                    seen = [(start + top * wide, start + (top + rows_seen) * wide, -FAR, FAR, 0, 1)]
-                    add(first, first + wide, [*before, *seen], MOST_ROWS)
-                    continue
-                half, seen = columns_seen // 2, []
-                for other in range(top, top + rows_seen):
-                    at, step = start + other * wide, (other - row) * wide
-                    seen.append((at, at + wide, step - half, step + columns_seen - 1 - half, columns_seen, 1))
+                first, top = start + row * wide, min(max(row - rows_seen // 2, 0), high - rows_seen)
+                steps = [(other - row) * wide for other in range(top, top + rows_seen)]
+                seen = [
+                    (first + step, first + step + wide, step - half, step + columns_seen - 1 - half, columns_seen, 1)
+                    for step in steps
+                ]
                 add(first, first + wide, [*before, *seen], ROWS)
-            start += high * wide
+        start += high * wide
     return Plan(torch.tensor([[rows]], dtype=torch.int32), torch.tensor(ranges, dtype=torch.int32))
 
 
@@ -277,6 +225,7 @@ def plain_softmax(
     *, width: int, leading: int, down: Axis, across: Axis, scale: float,
 ) -> Tensor:  # fmt: skip
     """Softmax attention of the tokens of a grid, every tile's keys gathered; arguments as in ``grid_softmax``."""
+    down, across = Axis(*down), Axis(*across)  # plain tuples in a compiler's node
     everything, device = q, q.device
     q = q[..., leading:, :]
     length = q.shape[-2]
@@ -307,11 +256,17 @@ def plain_softmax(
     return torch.cat((attend(everything[..., :leading, :], k, v, seen, scale=scale), near), -2)
 
 
-def _plan(q: Tensor, k: Tensor, *, width: int, leading: int, down: Axis, across: Axis) -> Plan:
-    return _grid_plan(k.shape[-2], width, leading, down, across)
-
-
-_compiled = tiles.operation(None, _plan)  # its reference is for second derivatives alone
+_compiled = tiles.operation(None, lambda q, k, **sizes: _grid_plan(k.shape[-2], **sizes))  # second derivatives alone
+_in_grid = Operation(
+    plain_softmax,
+    cpu=Fast(
+        _in_tiles, None, serves=tiles.against, path=f"{trace.CORE}: softmax in tiles",
+        why="only keys near some queries of a row are seen",
+    ),
+    empty=like_queries,
+    path="softmax in blocks",
+    sizes=lambda *tensors, down, across, **others: {"rows": Axis(*down).size, "columns": Axis(*across).size},
+)  # fmt: skip
 
 
 def pair(value: int | tuple[int, int]) -> tuple[int, int]:

@@ -25,7 +25,6 @@ from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.tracing import symbolic
 from fast_attention.gpu import patterns
 from fast_attention.mechanism import MaskedAttention, Traits
-from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse import banded
 from fast_attention.traits import FLEX
 
@@ -128,9 +127,7 @@ def local_attention(
     several, head h takes the one at h modulo their number, and q, k and v are (..., H, L, E). ``bias`` gives what
     scores gain by offsets j - i, as ``engine.offsets`` has them; the exponentials of ``sinks`` (H,) add to normalisers.
     """
-    is_open = symbolic()
-    m = Local(window, dilation=dilation) if is_open else _checked(window, dilation)
-    length, keys = q.shape[-2], k.shape[-2]
+    m = Local(window, dilation=dilation) if symbolic() else _checked(window, dilation=dilation)
     if dilation != 1:
         run = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale)
         if isinstance(dilation, tuple):
@@ -141,23 +138,10 @@ def local_attention(
         run = run if bias is None else partial(run, bias=lambda steps: bias(steps * dilation))
         return dilated(run, q, k, v, dilation=dilation, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask)
     left, right = m.sides
-    right = 0 if is_causal else right
-    if not is_open and left >= keys - 1 and (is_causal or right >= length - 1):
-        return softmax_attention(
-            q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale,
-            bias=bias, sinks=sinks,
-        )  # fmt: skip
-    left, right = (left, right) if is_open else (min(left, keys - 1), min(right, length - 1))
     return banded.attend(
-        q, k, v, left=left, right=right, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale,
-        bias=bias, sinks=sinks,
+        q, k, v, left=left, right=right, size=1, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask,
+        dropout=dropout, scale=scale, bias=bias, sinks=sinks,
     )  # fmt: skip
-
-
-@lru_cache(256)
-def _checked(window: int | tuple[int, int], dilation: int | tuple[int, ...]) -> Local:
-    """The value with these settings, which checks them; compilers do not take a cache."""
-    return Local(window, dilation=dilation)
 
 
 TRAITS = Traits(
@@ -179,9 +163,38 @@ TRAITS = Traits(
 class NearKeys(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
     """Softmax over keys near the query, beyond which decoding keeps none."""
 
+    scale: float | None
+    dilation: int | tuple[int, ...] = 1
+
+    @property
     @abstractmethod
+    def reach(self) -> tuple[int, int, int]:
+        """How many blocks before and after its own a query sees, and their tokens; 1: a window around the query."""
+
+    @property
+    def shares_cache(self) -> bool:  # type: ignore[override]
+        """Whether all heads see the same."""
+        return self.is_plain and isinstance(self.dilation, int)
+
+    def covers(self, length: int, keys: int, *, is_causal: bool) -> bool:
+        """Whether every one of ``length`` queries sees all ``keys``, as far as it may."""
+        before, after, size = self.reach
+        final = (keys - 1) // size
+        near = before >= final and (is_causal or after >= final - (keys - length) // size)
+        return near and self.dilation == 1
+
     def leaving(self, keys: int) -> int:
-        """How many of the first of ``keys`` tokens no later token sees; whole blocks, where blocks are counted."""
+        """How many of the first of ``keys`` tokens, whole blocks, no later token sees.
+
+        A state begins where a block begins, so that blocks are counted from its first key.
+        """
+        before, _, size = self.reach
+        return max(keys // size - before, 0) * size
+
+    def key_range(self, first: int, end: int) -> tuple[int, int]:
+        """The positions of the first key that queries ``first`` to ``end - 1`` see, and of the one behind the last."""
+        before, after, size = self.reach
+        return (first // size - before) * size, ((end - 1) // size + after + 1) * size
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: KVCache | None, *, key_mask: Tensor | None
@@ -191,6 +204,17 @@ class NearKeys(BiasMixin, MaskedAttention[Any, KVCache]):  # type: ignore[report
         out = viewed(partial(self.attend, w=w, is_causal=True), q, near.k, near.v, key_mask=near.visible)
         total = near.k.shape[-2]
         return out, last(near, total - self.leaving(total))
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """By FlexAttention, on a GPU; blocks are counted from every sequence's first token."""
+        if self.dilation != 1 or not self.is_plain:
+            return None
+        before, after, size = self.reach
+        after = patterns.CAUSAL if is_causal else after
+        return patterns.attend_packed(q, k, v, lengths, before, after, key_mask, scale=self.scale, size=size)
 
 
 @dataclass(frozen=True, repr=False)
@@ -234,22 +258,9 @@ class Local(NearKeys):
         return left * most, right * most
 
     @property
-    def shares_cache(self) -> bool:  # type: ignore[override]
-        """Whether all heads see the same."""
-        return self.is_plain and isinstance(self.dilation, int)
-
-    def covers(self, length: int, keys: int, *, is_causal: bool) -> bool:
-        """Whether every one of ``length`` queries sees all ``keys``, as far as it may."""
-        left, right = self.sides
-        return self.dilation == 1 and left >= keys - 1 and (is_causal or right >= length - 1)
-
-    def leaving(self, keys: int) -> int:
-        """How many of the first of ``keys`` tokens no later token sees."""
-        return max(keys - self.sides[0], 0)
-
-    def key_range(self, first: int, end: int) -> tuple[int, int]:
-        """The positions of the first key that queries ``first`` to ``end - 1`` see, and of the one behind the last."""
-        return first - self.sides[0], end + self.sides[1]
+    def reach(self) -> tuple[int, int, int]:
+        """The sides of the window, which is counted in tokens."""
+        return *self.sides, 1
 
     def of_heads(self, first: int, number: int, heads: int) -> Local:
         """The window of ``number`` heads from ``first`` on, of ``heads``: its first dilation is that head's."""
@@ -264,18 +275,16 @@ class Local(NearKeys):
     ) -> Tensor:  # fmt: skip
         """Softmax inside the window under any mask."""
         q, bias = self.positions(q, w, self.scale)
+        if self.dilation == 1:
+            left, right = self.sides
+            return banded.attend(
+                q, k, v, left=left, right=right, size=1, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask,
+                dropout=dropout, scale=self.scale, bias=bias, sinks=self.sinks_of(w),
+            )  # fmt: skip
         return local_attention(
             q, k, v, window=self.window, dilation=self.dilation, is_causal=is_causal, key_mask=key_mask,
             attn_mask=attn_mask, dropout=dropout, scale=self.scale, bias=bias, sinks=self.sinks_of(w),
         )  # fmt: skip
 
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Any, lengths: tuple[int, ...], *, is_causal: bool,
-        key_mask: Tensor | None,
-    ) -> Tensor | None:  # fmt: skip
-        """By FlexAttention, on a GPU, where every position of the window is seen."""
-        if self.dilation != 1 or not self.is_plain:
-            return None
-        left, right = self.sides
-        right = 0 if is_causal else right
-        return patterns.attend_packed(q, k, v, lengths, left, right, key_mask, scale=self.scale)
+
+_checked = lru_cache(256)(Local)  # compilers do not take a cache

@@ -77,10 +77,6 @@ def _sums(blocks: Float[Tensor, "*batch blocks size width"]) -> Float[Tensor, "*
     return sums.view(*blocks.shape[:-2], blocks.shape[-1])
 
 
-def _table(q: Tensor, k: Tensor, key_mask: Tensor | None, *, size: int, topk: int) -> Tensor:
-    return q.new_empty(*q.shape[:-2], count(q.shape[-2], size), topk, dtype=torch.int64)
-
-
 def blocks_of_blocks(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch length width"],
@@ -102,11 +98,10 @@ def blocks_of_blocks(
     return _best(scores.masked_fill(block[:, None] == block, float("inf")), topk)
 
 
-of_blocks = Operation(blocks_of_blocks, empty=_table)
-
-
-def _choices(q: Tensor, means: Tensor, alive: Tensor, *, size: int, start: int, number: int) -> Tensor:
-    return q.new_empty(*q.shape[:-1], number, dtype=torch.int64)
+of_blocks = Operation(
+    blocks_of_blocks,
+    empty=lambda q, *_, size, topk: q.new_empty(*q.shape[:-2], count(q.shape[-2], size), topk, dtype=torch.int64),
+)
 
 
 def blocks_of_tokens(
@@ -134,7 +129,9 @@ def blocks_of_tokens(
     return torch.cat(parts, -2)
 
 
-of_tokens = Operation(blocks_of_tokens, empty=_choices)
+of_tokens = Operation(
+    blocks_of_tokens, empty=lambda q, *_, number, **places: q.new_empty(*q.shape[:-1], number, dtype=torch.int64)
+)
 
 
 def _of_some(q: Tensor, means: Tensor, alive: Tensor, *, size: int, start: int, number: int) -> Tensor:
@@ -149,26 +146,6 @@ def _best(scores: Float[Tensor, "*batch rows blocks"], number: int) -> Int[Tenso
         scores = pad(scores, (0, number), value=NEVER)
     values, blocks = scores.topk(number, sorted=False)
     return blocks.masked_fill(values == NEVER, -1)
-
-
-def chosen_softmax(
-    q: Float[Tensor, "*batch length width"],
-    k: Float[Tensor, "*batch keys width"],
-    v: Float[Tensor, "*batch keys values"],
-    choices: Int[Tensor, "*batch length choices"],
-    key_mask: Bool[Tensor, "*#batch2 keys"],
-    sinks: Float[Tensor, "heads"] | None = None,
-    *,
-    size: int,
-    start: int,
-    scale: float,
-) -> Float[Tensor, "*batch length values"]:
-    """Softmax of each query, the first at position ``start`` and the last the last key, over the past blocks of its
-    ``choices`` (-1 names none) and, causally, over the block that it stands in.
-
-    A query that sees nothing gets zeros. With ``sinks`` normalisers are larger by ``e^sink``.
-    """
-    return _chosen(q, k, v, key_mask, None, None, sinks, choices, size=size, start=start, scale=scale)
 
 
 class Tiles(NamedTuple):
@@ -262,7 +239,7 @@ def _plan(q: Tensor, k: Tensor, choices: Tensor, *, size: int, start: int) -> ti
     return tiles.Plan.of_choices(choices, size)
 
 
-_chosen = tiles.operation(
+chosen_softmax = tiles.operation(
     _chosen_softmax,
     _plan,
     path="softmax in tiles of gathered queries",
@@ -283,10 +260,14 @@ def attend_past(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, means: Tensor, alive: Tensor,
     sinks: Tensor | None, *, size: int, topk: int, start: int, scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """Outputs of queries from position ``start`` on, the last of which is the last key."""
+    """Softmax of queries from position ``start`` on, the last of which is the last key, over the past blocks that each
+    chooses and, causally, over the block that it stands in; zeros where it sees nothing.
+
+    With ``sinks`` normalisers are larger by ``e^sink``.
+    """
     choices = of_tokens(q, means, alive, size=size, start=start, number=topk - 1)
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    return chosen_softmax(q, k, v, choices, visible, sinks, size=size, start=start, scale=factor)
+    return chosen_softmax(q, k, v, visible, None, None, sinks, choices, size=size, start=start, scale=factor)
 
 
 @dataclass(frozen=True, repr=False)
