@@ -8,7 +8,6 @@ numbers, or buffers of unlike sizes, at which gloo aborts or waits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -25,7 +24,7 @@ from fast_attention.expressions import in_words
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.packed import CuSeqlens, Lengths, Packing
 from fast_attention.parallel import collectives
-from fast_attention.parallel.shards import Call, Shards, Sizes, Strategy, member_of, shards
+from fast_attention.parallel.shards import Call, Shards, Strategy, member_of, shards
 from fast_attention.parallel.strategies import HEADS, STATES, WINDOWS, Windowed, leaves
 
 Inputs = tuple[Tensor, ...]
@@ -88,22 +87,18 @@ def attend(
         ValueError: Sizes do not fit, or processes differ in more than their tokens. All processes raise, also those
             whose own arguments are sound: a process that goes on alone would wait for ever.
     """
-    if not isinstance(mechanism, Attention):
-        raise _refused(mechanism)
-    sequences, error = _checked(
-        lambda: mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask), cu_seqlens, lengths
-    )
-    call, inputs = _known_to_all(Call(mechanism, w, group, is_causal, key_mask), (q, k, v), error, sequences)
-    if is_causal:
-        _as_many(call, sequences)
+    call = Call(mechanism, w, group, is_causal, key_mask)
+    call, inputs, sequences = _known_to_all(call, (q, k, v), cu_seqlens, lengths)
     chosen = strategy(mechanism, is_causal, masked=call.masked)
     if sequences is not None:
         chosen = packed_over(chosen, sequences.fitted(call.shards.length, call.shards.num_keys))
-    if trace.asked():
-        sizes = Sizes(q.shape[:-3].numel(), q.shape[-3], q.shape[-1], v.shape[-1], q.element_size())
-        number = chosen.sends(call._replace(key_mask=None), sizes)
-        trace.record(f"over {call.shards.world} processes: {chosen.name}", chosen.collectives, bytes=number)
-    return chosen.attend(call, *inputs)
+    if (steps := trace.collected()) is None:
+        return chosen.attend(call, *inputs)
+    place, path = len(steps), f"over {call.shards.world} processes: {chosen.name}"
+    with collectives.counted() as traffic:
+        out = chosen.attend(call, *inputs)
+    steps.insert(place, trace.Step(path, chosen.collectives, {"bytes": traffic.bytes}))
+    return out
 
 
 def decode(
@@ -129,13 +124,9 @@ def decode(
             divide.
         ValueError: As in ``attend``, on all processes; or the state is another mechanism's.
     """
-    if not isinstance(mechanism, Attention):
-        raise _refused(mechanism)
-    if mechanism.traits.memory is None:
+    if isinstance(mechanism, Attention) and mechanism.traits.memory is None:
         raise mechanism.refuse("decoding", "memory")
-    _, error = _checked(lambda: mechanism.check(mechanism.traits, q, k, v, True, key_mask))
-    call, (q, k, v) = _known_to_all(Call(mechanism, w, group, True, key_mask), (q, k, v), error, state=state)
-    _as_many(call, None)
+    call, (q, k, v), _ = _known_to_all(Call(mechanism, w, group, True, key_mask), (q, k, v), state=state)
     decoding.validated(state, decoding.empty(mechanism, q, k, v, w))
     return strategy(mechanism, is_causal=True).decode(call, q, k, v, state)
 
@@ -188,46 +179,41 @@ def run(
     return packed.attend(call, q, k, v, sequences, key_mask, kernel=kernel)
 
 
-def _as_many(call: Call, sequences: Packing | None) -> None:
-    """Raise ``ValueError`` unless causal queries and keys are as many on every process, and in every sequence."""
-    queries, keys = call.shards.queries, call.shards.keys
-    if queries != keys:
-        raise ValueError(f"causal shards need as many queries as keys; they hold {list(queries)} and {list(keys)}")
-    if sequences is not None and sequences.queries != sequences.keys:
-        raise ValueError(
-            "causal packed sequences over processes need as many queries as keys; "
-            f"{sequences.names[0]} and {sequences.names[1]} are of {list(sequences.queries)} and {list(sequences.keys)}"
-        )
-
-
-def _checked(
-    check: Callable[[], None], cu_seqlens: CuSeqlens | None = None, lengths: Lengths | None = None
-) -> tuple[Packing | None, Exception | None]:
-    """The packed sequences, and what is wrong with this process's arguments."""
-    try:
-        check()
-        return packed.packing(cu_seqlens, lengths), None
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return None, error
-
-
 def _known_to_all(
-    call: Call, inputs: Inputs, error: Exception | None, sequences: Packing | None = None, state: State | None = None
-) -> tuple[Call, Inputs]:
-    """The call and its inputs as all processes know them: with everyone's shards, a mask on all of them or on none.
+    call: Call, inputs: Inputs, cu_seqlens: CuSeqlens | None = None, lengths: Lengths | None = None,
+    state: State | None = None,
+) -> tuple[Call, Inputs, Packing | None]:  # fmt: skip
+    """The call, its inputs and its packed sequences as all processes know them.
 
-    ``error`` is what is wrong with this process's arguments. Where the inputs of any process want gradients, those of
-    all do: a process that skips a backward pass leaves the others waiting.
+    That is with everyone's shards, and with a mask on all of them or on none. Where the inputs of any process want
+    gradients, those of all do: a process that skips a backward pass leaves the others waiting.
 
     Raises:
-        ValueError: Arguments are wrong or differ, or a process has no token; on all processes.
+        Unsupported: The mechanism mixes whole tokens.
+        ValueError: Arguments are wrong or differ, a process has no token, or causal queries and keys are not as many;
+            on all processes.
     """
-    w = call.w
+    mechanism, w, sequences, error = call.mechanism, call.w, None, None
+    if not isinstance(mechanism, Attention):
+        raise _refused(mechanism)
+    try:
+        mechanism.check(mechanism.traits, *inputs, call.is_causal, call.key_mask)
+        sequences = packed.packing(cu_seqlens, lengths)
+    except (TypeError, ValueError, NotImplementedError) as wrong:
+        error = wrong
     if not isinstance(call.shards, Shards):
         call, inputs = _agreed(call, inputs, error, sequences, state)
     elif error is not None:
         raise error
-    return call._replace(w=checks.weights(call.mechanism, w, inputs[0])), inputs
+    queries, keys = call.shards.queries, call.shards.keys
+    if call.is_causal and queries != keys:
+        raise ValueError(f"causal shards need as many queries as keys; they hold {list(queries)} and {list(keys)}")
+    if call.is_causal and sequences is not None and sequences.queries != sequences.keys:
+        raise ValueError(
+            "causal packed sequences over processes need as many queries as keys; "
+            f"{sequences.names[0]} and {sequences.names[1]} are of {list(sequences.queries)} and {list(sequences.keys)}"
+        )
+    return call._replace(w=checks.weights(mechanism, w, inputs[0])), inputs, sequences
 
 
 def _agreed(
@@ -352,12 +338,8 @@ def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
             outs |= dict(zip(whole, out.split(list(lengths.queries), -2), strict=True))
         return torch.cat([outs[i] for i in sorted(outs)], -2)
 
-    def sends(call: Call, sizes: Sizes) -> int:
-        over = [part for part in _parts(sequences, call.shards) if part.is_over_a_border]
-        return sum(inner.sends(call._replace(shards=call.shards.of(*part)), sizes) for part in over)
-
-    collectives = f"for each sequence over a border: {inner.collectives}"
-    return replace(inner, name=f"packed, {inner.name}", collectives=collectives, attend=attend, sends=sends)
+    name, collectives = f"packed, {inner.name}", f"for each sequence over a border: {inner.collectives}"
+    return replace(inner, name=name, collectives=collectives, attend=attend)
 
 
 def longest(

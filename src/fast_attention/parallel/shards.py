@@ -111,26 +111,15 @@ class Call(NamedTuple):
         return self.key_mask is not None
 
 
-class Sizes(NamedTuple):
-    """The sizes of one process's queries (batch, heads, L, width) and values, of which bytes are counted."""
-
-    batch: int
-    heads: int
-    width: int
-    values: int
-    itemsize: int = 4
-
-
 @dataclass(frozen=True)
 class Strategy:
-    """A way to spread attention over processes: what is computed, and how many bytes are sent for it.
+    """A way to spread attention over processes.
 
-    All functions give what is this process's: outputs of its queries, the state after the tokens of all processes, and
-    the bytes that it sends in the forward pass of ``attend``; the backward pass sends as many, of gradients.
+    Both functions give outputs of this process's queries, ``decode`` also the state after the tokens of all processes.
+    The backward pass sends as many bytes as the forward pass, of gradients.
     """
 
     name: str
     collectives: str  # what is sent, in words
     attend: Callable[[Call, Tensor, Tensor, Tensor], Tensor]  # raises ``Unsupported`` on all processes alike
     decode: Callable[[Call, Tensor, Tensor, Tensor, State | None], tuple[Tensor, State]]
-    sends: Callable[[Call, Sizes], int]  # reads no tensors but the weights
