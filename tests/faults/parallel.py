@@ -39,7 +39,7 @@ FAULTS = [
     Fault("tables are as long as one process's tokens", "functional.py", "if group is not None and mechanism.traits.needs_max_len:",
           "if False:", "tests/parallel/test_agreeing.py -k longest"),
     Fault("rotary positions begin anew on every process", "nn/positions.py",
-          "torch.arange(shards.start, shards.start + shards.queries", "torch.arange(0, shards.queries",
+          "return queries, queries if is_self else", "return at[: queries.numel()], at[: queries.numel()] if is_self else",
           "tests/parallel/test_modules.py -k 'rotary and 2'"),
     Fault("positions of a shard begin at zero", "parallel/spreading.py", "torch.arange(start, start + length",
           "torch.arange(0, length", "tests/parallel/test_hugging_face.py -k Bert"),
