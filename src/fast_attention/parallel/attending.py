@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -193,11 +193,11 @@ def _known_to_all(
         ValueError: Arguments are wrong or differ, a process has no token, or causal queries and keys are not as many;
             on all processes.
     """
-    mechanism, w, sequences, error = call.mechanism, call.w, None, None
+    mechanism, w, (q, k, v), sequences, error = call.mechanism, call.w, inputs, None, None
     if not isinstance(mechanism, Attention):
         raise _refused(mechanism)
     try:
-        mechanism.check(mechanism.traits, *inputs, call.is_causal, call.key_mask)
+        mechanism.check(mechanism.traits, q, k, v, call.is_causal, call.key_mask)
         sequences = packed.packing(cu_seqlens, lengths)
     except (TypeError, ValueError, NotImplementedError) as wrong:
         error = wrong
@@ -213,7 +213,7 @@ def _known_to_all(
             "causal packed sequences over processes need as many queries as keys; "
             f"{sequences.names[0]} and {sequences.names[1]} are of {list(sequences.queries)} and {list(sequences.keys)}"
         )
-    return call._replace(w=checks.weights(mechanism, w, inputs[0])), inputs, sequences
+    return call._replace(w=checks.weights(mechanism, w, q)), inputs, sequences
 
 
 def _agreed(
@@ -288,20 +288,8 @@ def _checksum(w: Any) -> list[float]:
     return [flat.sum().item(), (flat * rising).sum().item()]
 
 
-class Part(NamedTuple):
-    """How many queries and keys of one packed sequence each process holds."""
-
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-
-    @property
-    def is_over_a_border(self) -> bool:
-        """Whether several processes hold some of it, and there are keys to see."""
-        return any(self.keys) and len({rank for sizes in self for rank, n in enumerate(sizes) if n}) > 1
-
-
-def _parts(sequences: Packing, everyone: Shards) -> list[Part]:
-    """The packed sequences, in their order, but for those without a token."""
+def _parts(sequences: Packing, everyone: Shards) -> list[Shards]:
+    """The shards of each packed sequence, in their order, but for those without a token."""
 
     def of_processes(lengths: tuple[int, ...], borders: list[tuple[int, int]]) -> list[tuple[int, ...]]:
         spans = pairwise([0, *accumulate(lengths)])
@@ -312,7 +300,7 @@ def _parts(sequences: Packing, everyone: Shards) -> list[Part]:
         of_processes(sequences.keys, everyone.borders()),
         strict=True,
     )
-    return [Part(*each) for each in pairs if any(map(sum, each))]
+    return [replace(everyone, queries=queries, keys=keys) for queries, keys in pairs if any(queries + keys)]
 
 
 def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
@@ -326,7 +314,7 @@ def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
         outs: dict[int, Tensor] = {}
         for i, part in enumerate(each):
             if part.is_over_a_border:
-                over = call._replace(shards=call.shards.of(*part), key_mask=masks[i])
+                over = call._replace(shards=part, key_mask=masks[i])
                 outs[i] = inner.attend(over, *(parts[i] for parts in split))
         whole = [i for i, part in enumerate(each) if not part.is_over_a_border]
         if whole:

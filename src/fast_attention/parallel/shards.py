@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -55,9 +55,10 @@ class Shards:
         """The position of every process's first token and the one behind its last."""
         return list(pairwise([0, *accumulate(self.keys if keys else self.queries)]))
 
-    def of(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Shards:
-        """Shards of the same processes with other lengths."""
-        return replace(self, queries=queries, keys=keys)
+    @property
+    def is_over_a_border(self) -> bool:
+        """Whether several processes hold some of it, and there are keys to see."""
+        return any(self.keys) and len({i for sizes in (self.queries, self.keys) for i, n in enumerate(sizes) if n}) > 1
 
 
 def shards(group: Any, length: int, keys: int | None = None, device: torch.device | str = "cpu") -> Shards:
