@@ -19,7 +19,6 @@ from fast_attention.integrations.report import span
 from fast_attention.mechanism import Unsupported
 
 transformers = pytest.importorskip("transformers")
-SET = transformers.PreTrainedModel.set_attn_implementation  # before anybody calls register()
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
 POSITIONS = {"max_position_embeddings": 128}
@@ -338,23 +337,6 @@ def test_a_saved_model_is_the_same_and_nobody_elses(name: str, tmp_path: Path) -
     assert type(model).from_pretrained(tmp_path / "exact")
 
 
-def test_by_name() -> None:
-    from fast_attention.integrations.transformers import register
-
-    register()
-    register()
-    model = build("Bert")
-    before = out(model, inputs(model))
-    model.set_attn_implementation("fast_attention:LinearAttention()")
-    assert not torch.allclose(out(model, inputs(model)), before, atol=1e-4)
-    model.set_attn_implementation("fast_attention:Softmax()")
-    torch.testing.assert_close(out(model, inputs(model)), before, atol=1e-5, rtol=1e-4)
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(out(model, inputs(model)), before)
-    with pytest.raises(ValueError, match="Softmax"):
-        model.set_attn_implementation("fast_attention:Softmx()")
-
-
 @pytest.mark.parametrize("name", ["Bert", "Llama"])
 def test_no_other_attention_runs_in_silence(name: str) -> None:
     """Where the implementation was set behind the back of a swap: told at the next call, undone by ``swap_back``."""
@@ -362,7 +344,7 @@ def test_no_other_attention_runs_in_silence(name: str) -> None:
     given = inputs(model)
     before = out(model, given)
     for behind in (lambda: model.config.__setattr__("_attn_implementation", "sdpa"),
-                   lambda: SET(model, "eager")):  # fmt: skip
+                   lambda: model.set_attn_implementation("eager")):  # fmt: skip
         swap(model, "LinearAttention")
         behind()
         with pytest.raises(RuntimeError, match=r"swapped for LinearAttention\(\), and other attention ran"):
