@@ -34,7 +34,7 @@ FAULTS = [
           "is_over_a_border or True]\n        if", PACKED),
     Fault("different weights on processes are taken", "parallel/attending.py", "repr(_checksum(call.w))", "''", AGREEING),
     Fault("processes of different order are taken", "parallel/attending.py", "repr(call.is_causal)", "''", AGREEING),
-    Fault("a process without gradients skips the backward pass", "parallel/attending.py", "if wants and not x.requires_grad",
+    Fault("a process without gradients skips the backward pass", "parallel/attending.py", "if any(wanted) and not x.requires_grad",
           "if False", AGREEING),
     Fault("tables are as long as one process's tokens", "functional.py", "if group is not None and mechanism.traits.needs_max_len:",
           "if False:", "tests/parallel/test_agreeing.py -k longest"),

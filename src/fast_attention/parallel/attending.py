@@ -220,27 +220,33 @@ def _agreed(
     call: Call, inputs: Inputs, error: Exception | None, sequences: Packing | None, state: State | None
 ) -> tuple[Call, Inputs]:
     """``_known_to_all``, where the call has the ``ProcessGroup`` in the place of its shards."""
-    group, facts = member_of(call.shards), {} if error is not None else _facts(call, inputs, sequences, state)
-    sizes = [0, 0] if error is not None else [inputs[0].shape[-2], inputs[-1].shape[-2]]
-    wants = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
-    row = [error is not None, *sizes, call.masked, *wants, *(map(_digest, facts.values()) if facts else [0] * 7)]
+    group, facts, row = member_of(call.shards), {}, [1.0] + [0.0] * 13
+    if error is None:
+        facts, wants = _facts(call, inputs, sequences, state), [x.requires_grad for x in inputs]
+        row = [0.0, inputs[0].shape[-2], inputs[-1].shape[-2], call.masked, *wants, *map(_digest, facts.values())]
     device = inputs[-1].device if isinstance(inputs[-1], Tensor) else torch.device("cpu")
     rows = collectives.all_gather(torch.tensor(row, dtype=torch.float64, device=device), group).tolist()
     if error is not None:
         raise error
-    _raise_where_unlike(call.mechanism, [*map(bool, next(zip(*rows, strict=True)))], [each[7:] for each in rows], facts)
-    queries, keys = (tuple(int(each[i]) for each in rows) for i in (1, 2))
+    refused, queries, keys, masked, *columns = zip(*rows, strict=True)
+    if any(refused):
+        rank = refused.index(1.0)
+        raise ValueError(f"{call.mechanism!r}: the arguments of process {rank} were refused there; see its error")
+    for (name, words), column in zip(facts.items(), columns[3:], strict=True):
+        if unlike := [rank for rank, number in enumerate(column) if number != column[0]]:
+            other = f"processes 0 and {unlike[0]} differ in {name}, which must be equal on all; here: {words}"
+            raise ValueError(UNLIKE.get(name, other))
+    queries, keys = tuple(map(int, queries)), tuple(map(int, keys))
     if 0 in queries or 0 in keys:
         raise ValueError(
             f"every process needs a token or more; they hold {list(queries)} queries and {list(keys)} keys"
         )
-    wanted = [any(column) for column in zip(*(each[4:7] for each in rows), strict=True)]
     inputs = tuple(
-        x.detach().requires_grad_() if wants and not x.requires_grad else x
-        for x, wants in zip(inputs, wanted, strict=True)
+        x.detach().requires_grad_() if any(wanted) and not x.requires_grad else x
+        for x, wanted in zip(inputs, columns[:3], strict=True)
     )
     mask = call.key_mask
-    if mask is None and any(each[3] for each in rows):
+    if mask is None and any(masked):
         k = inputs[1]
         mask = torch.ones(*k.shape[:-3], k.shape[-2], dtype=torch.bool, device=k.device)
     return call._replace(shards=Shards(group, dist.get_rank(group), queries, keys), key_mask=mask), inputs
@@ -259,18 +265,6 @@ def _facts(call: Call, inputs: Inputs, sequences: Packing | None, state: State |
         "gradients": f"{'on' if torch.is_grad_enabled() else 'off'}, of the weights {weights}",
         "the state": str(state),
     }
-
-
-def _raise_where_unlike(mechanism: Any, refused: list[bool], digests: list[list[float]], facts: dict[str, str]) -> None:
-    """Raise the same on all processes where one refused its arguments, or facts differ."""
-    if any(refused):
-        rank = refused.index(True)
-        raise ValueError(f"{mechanism!r}: the arguments of process {rank} were refused there; see its error")
-    for i, (name, words) in enumerate(facts.items()):
-        unlike = [rank for rank, each in enumerate(digests) if each[i] != digests[0][i]]
-        if unlike:
-            other = f"processes 0 and {unlike[0]} differ in {name}, which must be equal on all; here: {words}"
-            raise ValueError(UNLIKE.get(name, other))
 
 
 def _digest(text: str) -> float:
