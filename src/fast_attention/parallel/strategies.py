@@ -75,9 +75,7 @@ def leaves(tree: Any) -> list[Tensor]:
 
 def _packed(state: Any) -> Tensor:
     """The numbers of a state in one row."""
-    tensors = leaves(state)
-    dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
-    return torch.cat([x.reshape(-1).to(dtype) for x in tensors])
+    return torch.cat([x.reshape(-1) for x in leaves(state)])
 
 
 def _unpacked(state: Any, row: Tensor) -> Any:
