@@ -43,11 +43,11 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
     return _AllGather.apply(x, group)  # type: ignore[no-any-return]
 
 
-def all_to_all(parts: Sequence[Tensor], incoming: Sequence[int], group: Any) -> list[Tensor]:
-    """Send the tokens ``parts[j]`` (..., n, E) to rank j, and get ``incoming[i]`` tokens of every rank i."""
+def all_to_all(parts: Sequence[Tensor], incoming: Sequence[int], group: Any) -> Tensor:
+    """Send the tokens ``parts[j]`` (..., n, E) to rank j, and join the ``incoming[i]`` tokens of every rank i."""
     rows = torch.cat([part.movedim(-2, 0) for part in parts])
     received: Any = _AllToAll.apply(rows, [part.shape[-2] for part in parts], list(incoming), group)
-    return [part.movedim(0, -2) for part in received.split(list(incoming))]
+    return received.movedim(0, -2).contiguous()
 
 
 def with_gradient(out: Tensor, received: Tensor) -> Tensor:

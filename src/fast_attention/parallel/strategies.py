@@ -116,14 +116,14 @@ def _transposed(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, list
 
 def _to_heads(x: Tensor, lengths: tuple[int, ...], shards: Shards) -> Tensor:
     """This process's heads (..., H / W, L, E) of all tokens, from all heads of its tokens."""
-    by_rank = x.unflatten(-3, (shards.world, -1)).unbind(-4)
-    return torch.cat(collectives.all_to_all(by_rank, lengths, shards.group), -2)
+    return collectives.all_to_all(x.unflatten(-3, (shards.world, -1)).unbind(-4), lengths, shards.group)
 
 
 def _to_sequence(x: Tensor, lengths: tuple[int, ...], shards: Shards) -> Tensor:
     """All heads of this process's tokens, from its heads (..., H / W, L, E) of all tokens."""
-    incoming = [lengths[shards.rank]] * shards.world
-    return torch.cat(collectives.all_to_all(x.split(list(lengths), -2), incoming, shards.group), -3)
+    world, own = shards.world, lengths[shards.rank]
+    out = collectives.all_to_all(x.split(list(lengths), -2), [own] * world, shards.group)
+    return out.unflatten(-2, (world, own)).movedim(-3, -4).flatten(-4, -3)
 
 
 @runtime_checkable
@@ -282,7 +282,7 @@ def fetch(x: Tensor, visible: Ranges, shards: Shards) -> Tensor:
     first = borders[shards.rank][0]
     outgoing = [x[..., a - first : b - first, :] for a, b in (_common(borders[shards.rank], each) for each in visible)]
     incoming = [b - a for a, b in (_common(each, visible[shards.rank]) for each in borders)]
-    return torch.cat(collectives.all_to_all(outgoing, incoming, shards.group), -2)
+    return collectives.all_to_all(outgoing, incoming, shards.group)
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
