@@ -84,7 +84,6 @@ TAKE_A_MECHANISM: dict[str, Callable[[Any], Any]] = {
     "Bound": lambda m: Bound(m, Shape(2, 8)),
     "MultiheadAttention": lambda m: MultiheadAttention(16, 2, mechanism=m),
     "TokenMixer": lambda m: TokenMixer(16, 2, m),
-    "with_mechanism": lambda m: TokenMixer(16, 2).with_mechanism(m),
     "swap": lambda m: swap(encoder(), m),
     "swap by patterns": lambda m: swap(encoder(), {"*": m}),
     "conformance.of": conformance.of,

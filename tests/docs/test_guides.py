@@ -16,7 +16,6 @@ BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.S | re.M)
 SHORTER = (
     ("ConversionSettings(minutes=10)", "ConversionSettings(steps=1)"),
     ("max_length=512", "max_length=64"),
-    ("expected(4096, batch=8)", "expected(256)"),
 )
 BEFORE = {("long.md", 3): 'model.save_pretrained("out/minilm-8k")'}  # what a command between two blocks leaves
 

@@ -165,5 +165,5 @@ def test_a_model_without_attention_is_told_so(name: str) -> None:
 
 
 def test_layers_of_this_library_are_told_what_would_work() -> None:
-    with pytest.raises(Unsupported, match=r"own layers \(TokenMixer 0\).* token_mixer.with_mechanism"):
+    with pytest.raises(Unsupported, match=r"own layers \(TokenMixer 0\).* built with the other mechanism"):
         swap(nn.Sequential(TokenMixer(8, 2, "Softmax")), "Local")

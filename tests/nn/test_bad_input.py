@@ -86,10 +86,6 @@ def test_a_layer_with_positions_takes_its_own_state_only() -> None:
             TokenMixer(8, 2, rotary=True).decode(X, wrong)
 
 
-def test_another_mechanism_may_be_named() -> None:
-    assert TokenMixer(8, 2).with_mechanism("Local(window=2)").mechanism.expression == "Local(window=2)"
-
-
 def test_turns_of_rotary_positions_are_numbers_of_any_kind() -> None:
     """As transformers' configurations have them: ``beta_fast`` 32.0 beside ``beta_slow`` 1."""
     rotary = Rotary(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_slow=1)

@@ -158,16 +158,3 @@ def test_finite_padded_tokens_still_ask(device: torch.device) -> None:
     moved[:, 4] *= -1e9
     changed = (mixer(moved, key_mask=mask) - mixer(x, key_mask=mask)).abs().amax(-1)[0] > 0
     assert changed.tolist() == [False, False, False, False, True]
-
-
-def test_a_layers_copy_reads_what_it_reads() -> None:
-    """Fewer projections are those of the layer before; the same mechanism computes the same."""
-    torch.manual_seed(0)
-    mixer, x = TokenMixer(8, 2, "Softmax()", rotary=True), torch.randn(2, 5, 8)
-    torch.testing.assert_close(mixer.with_mechanism("Softmax()")(x), mixer(x))
-    grouped = TokenMixer(8, 4, "Softmax()", num_kv_heads=2, max_len=5)
-    fewer = grouped.with_mechanism("FactorizedDenseSynthesizer()")
-    assert fewer.mechanism.traits.inputs == "qv"
-    assert torch.equal(fewer.in_proj.weight, grouped.in_proj.weight[[*range(8), *range(12, 16)]])
-    assert torch.equal(fewer.in_proj.bias, grouped.in_proj.bias[[*range(8), *range(12, 16)]])
-    assert torch.equal(fewer.out_proj.weight, grouped.out_proj.weight)

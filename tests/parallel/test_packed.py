@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fast_attention import ByLength, LinearAttention, Local, packed
-from fast_attention.parallel import Shards, attend, collectives, decode, strategy
-from fast_attention.parallel.attending import packed_over
-from fast_attention.parallel.shards import Call, Sizes
+from fast_attention.parallel import Shards, attend, decode
 from fast_attention.parallel.strategies import leaves
 from tests.cases import bind, qkv, some_keys
 from tests.parallel import HEADS, LENGTHS, cut, differences, gradients, join, largest, leave, message, spread, wrong
@@ -24,28 +22,22 @@ SIZES = LENGTHS[WORLD]
 
 
 def packed_difference(mechanism: Any, is_causal: bool) -> str:
-    """What differs from one process, of outputs, gradients and bytes."""
+    """What differs from one process, of outputs and gradients."""
     w, rank = bind(mechanism, heads=HEADS).w, dist.get_rank()
     torch.manual_seed(3)
     whole, mask = [x.requires_grad_() for x in qkv(11, heads=HEADS)], some_keys(2, 11)
     direction = torch.randn(2, HEADS, 11, 8, dtype=torch.float64)
     parts = [cut(x, SIZES).detach().requires_grad_() for x in whole]
     shards, key_mask = Shards(dist.group.WORLD, rank, (*SIZES,), (*SIZES,)), cut(mask, SIZES, -1)
-    with collectives.counted() as traffic:
-        out = attend(mechanism, parts[0], parts[1], parts[2], w, group=shards, is_causal=is_causal, key_mask=key_mask,
-                     lengths=SEQUENCES)  # fmt: skip
+    out = attend(mechanism, parts[0], parts[1], parts[2], w, group=shards, is_causal=is_causal, key_mask=key_mask,
+                 lengths=SEQUENCES)  # fmt: skip
     sequences = packed.Packing(SEQUENCES, SEQUENCES)
     run = partial(mechanism, w=w, is_causal=is_causal)
     wanted = packed.attend(run, whole[0], whole[1], whole[2], sequences, mask)
     learned = [x for x in leaves(w) if x.requires_grad]
     here = gradients(out, [*parts, *learned], cut(direction, SIZES))
     there = gradients(wanted, [*whole, *learned], direction)
-    found = differences((out, here[:3], here[3:]), (wanted, there[:3], there[3:]), [SIZES] * 4)
-    call = Call(mechanism, w, shards, is_causal, key_mask)
-    declared = packed_over(strategy(mechanism, is_causal, masked=call.masked), sequences).sends(
-        call, Sizes(2, HEADS, 8, 8, 8)
-    )
-    return found or ("" if traffic.bytes == declared else f"{traffic.bytes} bytes and {declared} declared")
+    return differences((out, here[:3], here[3:]), (wanted, there[:3], there[3:]), [SIZES] * 4)
 
 
 def state_difference(mechanism: Any) -> str:

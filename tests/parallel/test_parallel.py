@@ -1,4 +1,4 @@
-"""One sequence over 2 and 4 processes gives what one process gives: outputs, gradients, refusals, declared bytes."""
+"""One sequence over 2 and 4 processes gives what one process gives: outputs, gradients, refusals, few bytes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fast_attention import Attention, Bound, Shape, Softmax, TokenMixer, catalogue
+from fast_attention.engine import trace
 from fast_attention.parallel import Shards, attend, collectives, parallelize, run, strategy
-from fast_attention.parallel.shards import Call, Sizes
 from fast_attention.parallel.strategies import leaves
 from tests.cases import MIXERS, bind, qkv, some_keys
 from tests.parallel import HEADS, LENGTHS, cut, differences, gradients, join, largest, leave, message, spread, wrong
@@ -37,7 +37,7 @@ DEFAULTS = [m for m in map(catalogue.default, catalogue.names()) if isinstance(m
 def compare(
     mechanism: Any, queries: Sequence[int], keys: Sequence[int], is_causal: bool, masked: bool, device: Any = "cpu"
 ) -> str:  # fmt: skip
-    """What differs from one process, of outputs, gradients and bytes."""
+    """What differs from one process, of outputs and gradients; or the bytes that ``explain`` names from those sent."""
     rank, bound = dist.get_rank(), bind(mechanism, heads=HEADS, device=device)
     torch.manual_seed(3)
     q, k, v = (x.to(device) for x in qkv(sum(queries), sum(keys), heads=HEADS))
@@ -48,10 +48,12 @@ def compare(
     whole, lengths = [x.requires_grad_() for x in (q, k, v)], [queries, queries, keys, keys]
     parts = [cut(x, sizes).detach().requires_grad_() for x, sizes in zip(whole, lengths[1:], strict=True)]
     shards = Shards(dist.group.WORLD, rank, tuple(queries), tuple(keys))
-    call = Call(mechanism, bound.w, shards, is_causal, None if mask is None else cut(mask, keys, -1))
-    with collectives.counted() as traffic:
+    key_mask = None if mask is None else cut(mask, keys, -1)
+    with collectives.counted() as traffic, trace.recorded() as steps:
         out = attend(mechanism, parts[0], parts[1], parts[2], bound.w, group=shards, is_causal=is_causal,
-                     key_mask=call.key_mask)  # fmt: skip
+                     key_mask=key_mask)  # fmt: skip
+    sent_bytes, name = traffic.bytes, strategy(mechanism, is_causal, masked=masked).name
+    named = steps[0].path == f"over {len(queries)} processes: {name}" and steps[0].sizes == {"bytes": sent_bytes}
     wanted = mechanism(q, k, v, bound.w, is_causal=is_causal, key_mask=mask)
     learned = [x for x in leaves(bound.w) if x.requires_grad]
     here, there = (
@@ -59,8 +61,7 @@ def compare(
         gradients(wanted, [*whole, *learned], direction),
     )
     found = differences((out, here[:3], here[3:]), (wanted, there[:3], there[3:]), lengths)
-    declared = strategy(mechanism, is_causal, masked=call.masked).sends(call, Sizes(2, HEADS, 8, 8, 8))
-    return found or ("" if traffic.bytes == declared else f"{traffic.bytes} bytes and {declared} declared")
+    return found or ("" if named else f"{sent_bytes} bytes sent, and {steps[:1]}")
 
 
 def compared(mechanism: Any, world: int) -> dict[str, str]:

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fast_attention import clock
 from fast_attention.integrations import relative
 from fast_attention.integrations.modules import restored_generators
-from fast_attention.integrations.report import Layer, chosen, exact_and_bound
+from fast_attention.integrations.report import Layer, chosen
 from fast_attention.mechanism import Attention, Shape
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.mechanisms.hybrid.by_length import ByLength, Weights
@@ -130,7 +131,12 @@ def seconds(mechanism: Attention[Any, Any], shape: Shape, like: Tensor, *, is_ca
     """Exact attention's time at ``shape.max_len`` tokens and that of ``ByLength`` that has just crossed: medians."""
     with torch.random.fork_rng(devices=[]):
         bound = Bound(ByLength(Softmax(), mechanism, max(shape.max_len - 1, 1)), shape).to(like.device, like.dtype)
-    runs = exact_and_bound(bound, shape.max_len, 1, like, is_causal=is_causal)
+    size, generator = (1, shape.heads, shape.max_len, shape.head_dim), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(size, generator=generator).to(like.device, like.dtype) for _ in range(3))
+    runs = (
+        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal),
+        lambda: bound(q, k, v, is_causal=is_causal),
+    )
     estimates = [min(clock.seconds(run, like.device) for _ in range(2)) for run in runs]
     repeats = clock.repeats_for(min(estimates))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fast_attention.engine.tracing import traced
-from fast_attention.integrations import calls, visible
+from fast_attention.integrations import calls, report, visible
 from fast_attention.integrations import saving as saving  # a model that was pickled saves its mechanisms
 from fast_attention.integrations.exact import attention as attention  # and finds its functions
 from fast_attention.integrations.fresh import SKIPS
@@ -160,19 +160,16 @@ def try_skipping(model: PreTrainedModel) -> None:
     lengths = torch.tensor(TEXTS, device=base.device)
     mask = (torch.arange(max(TEXTS), device=base.device) < lengths[:, None]).long()
     with torch.no_grad(), evaluating(model):
-        wanted = [base(text) for text in texts]
+        alone = [report.tensors(base(text)) for text in texts]
         set_skipping(model, True)
         try:
             with calls.forced():
-                outputs = base(batch, attention_mask=mask)
+                outputs = report.tensors(base(batch, attention_mask=mask))
         except BaseException:
             set_skipping(model, False)
             raise
-    pairs = [(outputs.last_hidden_state[i, : len(x.last_hidden_state[0])], x.last_hidden_state[0])
-             for i, x in enumerate(wanted)]  # fmt: skip
-    if getattr(outputs, "pooler_output", None) is not None:
-        pairs += [(outputs.pooler_output[i], x.pooler_output[0]) for i, x in enumerate(wanted)]
-    off = max(float((got - x).abs().max() / x.abs().max()) for got, x in pairs)
+    pairs = [(x[0], out[i, : x.shape[1]]) for i, each in enumerate(alone) for x, out in zip(each, outputs, strict=True)]
+    off = report.largest_difference(*map(list, zip(*pairs, strict=True)))
     if not off <= torch.finfo(base.dtype).eps ** 0.5:
         set_skipping(model, False)
         raise Unsupported(

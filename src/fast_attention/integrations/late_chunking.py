@@ -13,6 +13,7 @@ import operator
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -137,10 +138,9 @@ def late_chunks(
         places = _counted(chunk, encoding.offsets, longest)
     with torch.no_grad(), evaluating(model):
         tokens = _read(encoder.tokens, encoding, longest - around, next(model.parameters()).device)
-        means = torch.stack([tokens[place.tokens.start : place.tokens.stop].mean(0) for place in places])
-        vectors = encoder.finish(means)
-    chunks = zip(places, vectors, strict=True)
-    return LateChunks(tuple(Chunk(document[p.start : p.end], *p, vector) for p, vector in chunks), vectors)
+        vectors = encoder.finish(torch.stack([tokens[each.start : each.stop].mean(0) for *_, each in places]))
+    chunks = (Chunk(document[p[0] : p[1]], *p, vector) for p, vector in zip(places, vectors, strict=True))
+    return LateChunks(tuple(chunks), vectors)
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -282,35 +282,27 @@ def _read(
 # Chunks ---------------------------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
-    start: int
-    end: int
-    tokens: range
+Place = tuple[int, int, range]  # first character, that behind the last, numbers of tokens
 
 
-def _counted(chunk: Any, offsets: list[tuple[int, int]], longest: int) -> list[_Place]:
+def _counted(chunk: Any, offsets: list[tuple[int, int]], longest: int) -> list[Place]:
     """Chunks of so many tokens; the last one has the rest."""
-    try:
-        size = operator.index(chunk)
-    except TypeError:
-        size = None
-    if size is None or isinstance(chunk, bool):
+    if not isinstance(chunk, Integral) or isinstance(chunk, bool):
         raise TypeError(f"chunk must be a number of tokens or a list of spans (start, end); got {in_words(chunk)}")
-    if size < 1:
+    if (size := int(chunk)) < 1:
         raise ValueError(f"chunk={size}: give at least 1 token")
     if size > longest:
         raise ValueError(f"chunk={size}: the model reads {longest:,} tokens at once; give fewer, or extend(model, ...)")
-    count = len(offsets)
-    ranges = [range(first, min(first + size, count)) for first in range(0, count, size)]
-    return [_Place(offsets[each[0]][0], offsets[each[-1]][1], each) for each in ranges]
+    ranges = [range(len(offsets))[first : first + size] for first in range(0, len(offsets), size)]
+    return [(offsets[each[0]][0], offsets[each[-1]][1], each) for each in ranges]
 
 
-def _given(spans: Sequence[Any], document: str, offsets: list[tuple[int, int]], longest: int) -> list[_Place]:
+def _given(spans: Sequence[Any], document: str, offsets: list[tuple[int, int]], longest: int) -> list[Place]:
     """Chunks at the spans of characters, each with the tokens whose middles it holds."""
     if not spans:
         raise ValueError("chunk=[]: give at least one span (start, end)")
     middles = [*itertools.accumulate((start + end for start, end in offsets), max)]  # doubled, to stay whole
-    places: list[_Place] = []
+    places: list[Place] = []
     for number, span in enumerate(spans):
         said = f"chunk[{number}]={span!r}"
         try:
@@ -321,11 +313,11 @@ def _given(spans: Sequence[Any], document: str, offsets: list[tuple[int, int]], 
             raise ValueError(f"{said} is empty: its end must be above its start")
         if start < 0 or end > len(document):
             raise ValueError(f"{said} leaves the text, which has {len(document):,} characters: 0 <= start, end <= that")
-        if places and start < places[-1].start:
+        if places and start < places[-1][0]:
             raise ValueError(f"{said} is out of order: it begins before chunk[{number - 1}]; sort the spans")
-        if places and start < places[-1].end:
+        if places and start < places[-1][1]:
             raise ValueError(
-                f"{said} overlaps chunk[{number - 1}], which ends at {places[-1].end}: begin there or later"
+                f"{said} overlaps chunk[{number - 1}], which ends at {places[-1][1]}: begin there or later"
             )
         tokens = range(bisect.bisect_left(middles, 2 * start), bisect.bisect_left(middles, 2 * end))
         if not tokens:
@@ -335,5 +327,5 @@ def _given(spans: Sequence[Any], document: str, offsets: list[tuple[int, int]], 
                 f"{said} has {len(tokens):,} tokens, and the model reads {longest:,} at once: cut it, or "
                 "extend(model, ...)"
             )
-        places.append(_Place(start, end, tokens))
+        places.append((start, end, tokens))
     return places

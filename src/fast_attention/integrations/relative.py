@@ -80,10 +80,8 @@ class Tied(Bound):
             if name.rpartition("_")[2] in self._kind._fields:
                 del self._parameters[name]
 
-    def _assemble(self, layout: Any, prefix: str) -> Any:
-        if isinstance(layout, tuple) and layout[0] is self._kind:
-            return self.positions.read(self.positions.holder)
-        return super()._assemble(layout, prefix)
+    def _assemble(self, names: Any) -> Any:
+        return self.positions.read(self.positions.holder) if type(names) is self._kind else super()._assemble(names)
 
 
 def of(model: nn.Module, name: str) -> Positions | None:

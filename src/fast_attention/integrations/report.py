@@ -1,4 +1,4 @@
-"""Reports of both kinds of swap, layer by layer, their messages, costs at a length, and a check of results."""
+"""Reports of both kinds of swap, layer by layer, their messages, and a check of results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -15,11 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fast_attention import clock
-from fast_attention.counting import counted
-from fast_attention.engine import trace
 from fast_attention.integrations import calls
 from fast_attention.integrations.modules import evaluating
 from fast_attention.mechanism import Mechanism
@@ -29,12 +26,10 @@ from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.mechanisms.hybrid.hybrid import Hybrid
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
-from fast_attention.nn.bound import Bound
 
 UNNAMED = "no pattern names it"  # why a layer stays for which nothing was asked
 MANY = 6  # layers that an error lists
-ROUNDS = 5  # of timing both in turns
-PATIENCE, LONGER_PATIENCE = 2.0, 10.0  # seconds after which no further round begins: of layers, of whole models
+ROUNDS, PATIENCE = 5, 10.0  # of timing a model before and after; seconds after which no further round begins
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12}  # of outputs, relative to the largest; others: of rounding
 EXACT, ESTIMATE, NOTHING = "exact", "an estimate", "nothing before training"  # how what ``quality`` returns begins
 # Cosines of MiniLM's embeddings to its own, by length in tokens: a table of the newest records; a test compares.
@@ -101,34 +96,6 @@ class Report:
     def parameters(self) -> int:
         """Learned numbers that were added."""
         return sum(layer.parameters for layer in self.layers)
-
-    def expected(self, length: int, *, batch: int = 1) -> Expected:
-        """The costs of every replaced layer's attention at a length, before and after.
-
-        Operations and memory are counted in one forward pass on Gaussian tensors, as many keys as queries; times are
-        medians of up to five passes on the layer's device, of the implementation that it chooses there.
-        ``fast-attention advise`` compares many mechanisms.
-
-        Args:
-            length: Tokens of a sequence.
-            batch: Sequences.
-
-        Raises:
-            ValueError: ``length`` or ``batch`` is below 1, or a mechanism's weights are for fewer tokens.
-        """
-        if length < 1 or batch < 1:
-            raise ValueError(f"expected(length={length}, batch={batch}): both must be at least 1")
-        costs: dict[Any, tuple[Cost, Cost]] = {}
-        layers = {}
-        for layer in self.replaced:
-            module = self.model.get_submodule(layer.name)
-            bound = next(part for part in module.modules() if isinstance(part, Bound))
-            kind = (layer.heads, layer.head_dim, layer.is_causal, layer.mechanism)
-            if kind not in costs:
-                like = next(module.parameters())
-                costs[kind] = pair(bound, length, batch, like, is_causal=layer.is_causal)
-            layers[layer.name] = costs[kind]
-        return Expected(length, batch, layers)
 
     def __str__(self) -> str:
         """A paragraph for equal layers: their class, the mechanism, what it does untrained, remarks."""
@@ -215,7 +182,7 @@ class ExactReport:
 
         like = next(self.model.parameters())
         (wanted, wanted_gradients), (got, gradients) = before(), run()
-        seconds = clock.in_turns({0: before, 1: run}, like.device, ROUNDS, LONGER_PATIENCE)
+        seconds = clock.in_turns({0: before, 1: run}, like.device, ROUNDS, PATIENCE)
         pairs = [(a, b) for a, b in zip(wanted_gradients, gradients, strict=True) if a is not None and b is not None]
         differences, norm = [(a - b).double() for a, b in pairs], torch.nn.utils.get_total_norm
         slopes = float(norm(differences) / norm([a.double() for a, _ in pairs]).clamp(min=1e-30)) if trains else None
@@ -307,11 +274,6 @@ def wrapped(*texts: str) -> list[str]:
     return [line for text in texts for line in wrap(text)]
 
 
-def _rounded(number: float) -> str:
-    """The number with three digits, without an exponent below a million."""
-    return f"{float(f'{number:.3g}'):,g}"
-
-
 def span(names: list[str]) -> str:
     """One name for layers in a row: ``encoder.layer.0-4.attention (5 layers)`` where only a number counts up."""
     first, last = (re.split(r"(\d+)", name) for name in (names[0], names[-1]))
@@ -375,74 +337,6 @@ def _is_window(mechanism: Any, window: int | None, is_causal: bool) -> bool:
         return False
     left, right = mechanism.sides
     return left == window - 1 and (is_causal or right == window - 1)
-
-
-# Costs ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of one layer's attention in a forward pass, without projections."""
-
-    operations: int  # as ``counting.count_operations`` counts them
-    bytes: int  # the most held at once beyond queries, keys and values, the outputs included
-    seconds: float  # on the layer's device, with the threads of this process
-    path: str = ""  # which of the mechanism's implementations ran; empty where it has one
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The costs of the replaced layers, before and after. Print it."""
-
-    length: int
-    batch: int
-    layers: dict[str, tuple[Cost, Cost]]  # name -> exact attention's, the mechanism's
-
-    def __str__(self) -> str:
-        """A paragraph for each group of layers with equal costs."""
-        sizes = f"{self.batch} x {self.length:,} tokens"
-        lines = [f"{sizes}, forward, attention alone; time measured here, the rest counted:"]
-        for (before, after), names in grouped((costs, name) for name, costs in self.layers.items()).items():
-            lines.append(f"{span(names)}{', each' * (len(names) > 1)}")
-            rows = (
-                ("operations", 1e-6, "M", before.operations, after.operations),
-                ("memory", 2**-20, "MiB", before.bytes, after.bytes),
-                ("time", 1e3, "ms", before.seconds, after.seconds),
-            )
-            counted = [f"{what} {_rounded(a * f)} {unit} -> {_rounded(b * f)} {unit}" for what, f, unit, a, b in rows]
-            lines += wrapped(", ".join(counted), after.path and f"runs {after.path}")
-        return "\n".join(lines)
-
-
-def exact_and_bound(
-    bound: Bound, length: int, batch: int, like: Tensor, *, is_causal: bool
-) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Exact attention and a mechanism, to be called on the same Gaussian tensors of its sizes."""
-    size = (batch, bound.shape.heads, length, bound.shape.head_dim)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(size, generator=generator).to(like.device, like.dtype) for _ in range(3))
-    return (
-        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal),
-        lambda: bound(q, k, v, is_causal=is_causal),
-    )
-
-
-@torch.no_grad()
-def pair(bound: Bound, length: int, batch: int, like: Tensor, *, is_causal: bool) -> tuple[Cost, Cost]:
-    """Exact attention's cost and the mechanism's, on Gaussian tensors of the layer's sizes.
-
-    Raises:
-        ValueError: The mechanism's weights are for fewer tokens.
-    """
-    runs = exact_and_bound(bound, length, batch, like, is_causal=is_causal)
-    with torch.random.fork_rng(devices=[]):
-        costs = [counted(run, like.device) for run in runs]
-        with trace.recorded() as steps:
-            seconds_of = clock.in_turns(dict(enumerate(runs)), like.device, ROUNDS, PATIENCE)
-    path = ", ".join(dict.fromkeys(step.path for step in steps))
-    pairs = zip(costs, seconds_of.values(), strict=True)
-    exact, ours = (Cost(*counts, statistics.median(times)) for counts, times in pairs)
-    return exact, replace(ours, path=path)
 
 
 # Results before and after an exact swap -------------------------------------------------------------------------------

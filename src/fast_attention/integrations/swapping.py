@@ -285,8 +285,8 @@ def _nothing_found(model: nn.Module) -> str:
     if layer := next(ours, ""):
         return (
             f"{type(model).__name__} runs this library's own layers ({layer}), and swap replaces others': nothing was "
-            "swapped. What would work: token_mixer.with_mechanism(...); a MultiheadAttention(..., mechanism=...) with "
-            "the present one's weights"
+            "swapped. What would work: the same layer, built with the other mechanism, that takes the present one's "
+            "weights by load_state_dict(..., strict=False)"
         )
     return (
         f"{type(model).__name__} holds no Hugging Face model, no nn.MultiheadAttention and no attention of timm's: "

@@ -458,12 +458,6 @@ def packed_texts(q: Tensor, k: Tensor, extra: Mapping[str, Any], visibility: Vis
     return packed.packing((first, borders.get("cu_seq_lens_k", first)), None, queries, keys, name="cu_seq_lens")
 
 
-def texts_of(borders: Mapping[str, Tensor]) -> Packing:
-    """The packed texts of one row whose padding was skipped, from where each begins and the last one ends."""
-    lengths = tuple(borders["cu_seq_lens_q"].diff().tolist())
-    return Packing(lengths, lengths)
-
-
 def numbered(texts: Int[Tensor, "batch length"]) -> Packing:
     """The packed texts of rows in which every token has its text's number; no text runs on into the next row."""
     lengths = tuple(n for row in texts for n in row.unique_consecutive(return_counts=True)[1].tolist())

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fast_attention import catalogue, parallel
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
 from fast_attention.engine import heads
+from fast_attention.engine.precision import rebuild
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.packed import CuSeqlens, Lengths
 from fast_attention.parallel.spreading import Spread
@@ -44,9 +46,10 @@ class Bound(Spread, nn.Module):
         if tied is not None and (tied.mechanism, tied.shape) != (self.mechanism, shape):
             raise ValueError(f"tied weights are of {tied.mechanism!r}, {tied.shape}; not {self.mechanism!r}, {shape}")
         weights: Any = self.mechanism.weights(shape) if tied is None else tied.w
-        self._layout = _layout(weights)
-        self._is_weightless = not any(True for _ in _leaves(weights))
-        for name, tensor in _leaves(weights):
+        named = dict(_leaves(weights))
+        self._is_weightless, names = not named, iter(named)
+        self._names = tree_map_only(Tensor, lambda _: next(names), weights)
+        for name, tensor in named.items():
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(name, tensor)
             else:
@@ -55,19 +58,13 @@ class Bound(Spread, nn.Module):
     @property
     def w(self) -> Any:
         """The weights as the mechanism takes them."""
-        return () if self._is_weightless else self._assemble(self._layout, "")
+        return () if self._is_weightless else self._assemble(self._names)
 
-    def _assemble(self, layout: Any, prefix: str) -> Any:
-        if layout is None:
-            return None
-        if layout is Tensor:
-            return getattr(self, prefix)
-        kind, names, subtrees = layout
-        values = [
-            self._assemble(subtree, f"{prefix}_{name}" if prefix else name)
-            for name, subtree in zip(names, subtrees, strict=True)
-        ]
-        return tuple(values) if kind is tuple else kind(*values)
+    def _assemble(self, names: Any) -> Any:
+        """A tree of weights, from one with the names of the tensors."""
+        if isinstance(names, tuple):
+            return rebuild(names, [self._assemble(each) for each in names])
+        return None if names is None else getattr(self, names)
 
     @torch.no_grad()
     def redraw(self) -> None:
@@ -202,19 +199,9 @@ class Bound(Spread, nn.Module):
 
 
 def _leaves(weights: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a tree of weights, with the names that they have in a module."""
     if isinstance(weights, Tensor):
         yield prefix, weights
     elif weights is not None:
-        for name, subtree in zip(_names(weights), weights, strict=True):
-            yield from _leaves(subtree, f"{prefix}_{name}" if prefix else name)
-
-
-def _layout(weights: Any) -> Any:
-    """The tree of NamedTuples around the tensors, without the tensors."""
-    if weights is None or isinstance(weights, Tensor):
-        return None if weights is None else Tensor
-    return type(weights), _names(weights), tuple(_layout(subtree) for subtree in weights)
-
-
-def _names(weights: Any) -> tuple[str, ...]:
-    return type(weights)._fields if type(weights) is not tuple else tuple(str(i) for i in range(len(weights)))
+        for name, subtree in zip(getattr(weights, "_fields", range(len(weights))), weights, strict=True):
+            yield from _leaves(subtree, f"{prefix}_{name}" if prefix else str(name))

@@ -92,22 +92,14 @@ class MultiheadAttention(Spread, nn.Module):
         self.in_proj_bias = empty(bias, width + 2 * grouped)
         self.bias_k, self.bias_v = empty(bias_kv, 1, 1, grouped), empty(bias_kv, 1, 1, grouped)
         self.reset_parameters()
-        if bias:
-            nn.init.zeros_(self.out_proj.bias)
 
     def reset_parameters(self) -> None:
         """Draw this layer's own weights again, in place: what ``to_empty`` left of a module on the meta device.
 
-        Those of ``out_proj`` and of ``attention`` are reset by these.
+        Those of ``out_proj`` and of ``attention`` are reset by these; the bias of ``out_proj`` becomes zero here.
         """
-        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
-            if weight is not None:
-                nn.init.xavier_uniform_(weight)
-        if self.in_proj_bias is not None:
-            nn.init.zeros_(self.in_proj_bias)
-        for weight in (self.bias_k, self.bias_v):
-            if weight is not None:
-                nn.init.xavier_normal_(weight)
+        draw: Any = nn.MultiheadAttention._reset_parameters
+        draw(self)
 
     def _bind(self, mechanism: Mechanism[Any, Any], max_len: int, rotary: bool | Rotary) -> Bound:
         if not isinstance(mechanism, Attention):

@@ -216,8 +216,7 @@ def positions_of(
         )
     if sequences is None:
         assert shards is not None
-        at = torch.arange(shards.start, shards.start + shards.queries[shards.rank], device=device)
-        return at, at
+        sequences = Packing((shards.length,), (shards.num_keys,))
     ends = zip(sequences.queries, sequences.keys, strict=True)
     empty = torch.arange(0, device=device)
     at = torch.cat([empty, *(torch.arange(keys - length, keys, device=device) for length, keys in ends)])

@@ -162,38 +162,6 @@ class TokenMixer(Spread, nn.Module):
             after = at[..., -1] + 1 if x.shape[-2] else position
         return self._output(out), RotaryState(after, inner)
 
-    def with_mechanism(self, mechanism: Mechanism[Any, Any] | str) -> TokenMixer:
-        """A copy of this layer with another attention, or its name, whose weights are drawn; projections are copied.
-
-        Raises:
-            Unsupported: One of the two mixes whole tokens, the new one reads a projection that this layer has not, or
-                it cannot serve rotary positions or grouped heads.
-        """
-        mechanism = catalogue.parse(mechanism)
-        for each in (self.mechanism, mechanism):
-            if not isinstance(each, Attention):
-                raise Unsupported(f"{each!r} mixes whole tokens and has no heads: its layer has no projections to copy")
-        if missing := [name for name in mechanism.traits.inputs if name not in self.mechanism.traits.inputs]:
-            raise Unsupported(
-                f"{mechanism!r} reads {', '.join(missing)}, and a layer of {self.mechanism!r} has no such projection. "
-                f"What would work: a mechanism that reads {', '.join(self.mechanism.traits.inputs)}, or fewer of them"
-            )
-        like, bias = self.in_proj.weight, self.in_proj.bias is not None
-        mixer = TokenMixer(
-            self.num_heads * self.head_dim, self.num_heads, mechanism, max_len=self.attention.shape.max_len, bias=bias,
-            num_kv_heads=self.num_kv_heads, rotary=self.rotary or False, device=like.device,
-            dtype=like.dtype,
-        )  # fmt: skip
-        needed = torch.cat([
-            torch.full((width,), name in mechanism.traits.inputs)
-            for name, width in zip(self._projections(), self._widths(), strict=True)
-        ])  # fmt: skip
-        with torch.no_grad():
-            for name, parameter in mixer.in_proj.named_parameters():
-                parameter.copy_(self.in_proj.get_parameter(name)[needed.to(like.device)])
-        mixer.out_proj.load_state_dict(self.out_proj.state_dict())
-        return mixer.train(self.training)
-
     def _projections(self) -> list[str]:
         """The projections that the mechanism reads, in their order in ``in_proj``."""
         return [name for name in "qkv" if name in self.mechanism.traits.inputs]

@@ -8,11 +8,10 @@ numbers, or buffers of unlike sizes, at which gloo aborts or waits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from fast_attention.expressions import in_words
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.packed import CuSeqlens, Lengths, Packing
 from fast_attention.parallel import collectives
-from fast_attention.parallel.shards import Call, Shards, Sizes, Strategy, member_of, shards
+from fast_attention.parallel.shards import Call, Shards, Strategy, member_of, shards
 from fast_attention.parallel.strategies import HEADS, STATES, WINDOWS, Windowed, leaves
 
 Inputs = tuple[Tensor, ...]
@@ -88,22 +87,18 @@ def attend(
         ValueError: Sizes do not fit, or processes differ in more than their tokens. All processes raise, also those
             whose own arguments are sound: a process that goes on alone would wait for ever.
     """
-    if not isinstance(mechanism, Attention):
-        raise _refused(mechanism)
-    sequences, error = _checked(
-        lambda: mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask), cu_seqlens, lengths
-    )
-    call, inputs = _known_to_all(Call(mechanism, w, group, is_causal, key_mask), (q, k, v), error, sequences)
-    if is_causal:
-        _as_many(call, sequences)
+    call = Call(mechanism, w, group, is_causal, key_mask)
+    call, inputs, sequences = _known_to_all(call, (q, k, v), cu_seqlens, lengths)
     chosen = strategy(mechanism, is_causal, masked=call.masked)
     if sequences is not None:
         chosen = packed_over(chosen, sequences.fitted(call.shards.length, call.shards.num_keys))
-    if trace.asked():
-        sizes = Sizes(q.shape[:-3].numel(), q.shape[-3], q.shape[-1], v.shape[-1], q.element_size())
-        number = chosen.sends(call._replace(key_mask=None), sizes)
-        trace.record(f"over {call.shards.world} processes: {chosen.name}", chosen.collectives, bytes=number)
-    return chosen.attend(call, *inputs)
+    if (steps := trace.collected()) is None:
+        return chosen.attend(call, *inputs)
+    place, path = len(steps), f"over {call.shards.world} processes: {chosen.name}"
+    with collectives.counted() as traffic:
+        out = chosen.attend(call, *inputs)
+    steps.insert(place, trace.Step(path, chosen.collectives, {"bytes": traffic.bytes}))
+    return out
 
 
 def decode(
@@ -129,13 +124,9 @@ def decode(
             divide.
         ValueError: As in ``attend``, on all processes; or the state is another mechanism's.
     """
-    if not isinstance(mechanism, Attention):
-        raise _refused(mechanism)
-    if mechanism.traits.memory is None:
+    if isinstance(mechanism, Attention) and mechanism.traits.memory is None:
         raise mechanism.refuse("decoding", "memory")
-    _, error = _checked(lambda: mechanism.check(mechanism.traits, q, k, v, True, key_mask))
-    call, (q, k, v) = _known_to_all(Call(mechanism, w, group, True, key_mask), (q, k, v), error, state=state)
-    _as_many(call, None)
+    call, (q, k, v), _ = _known_to_all(Call(mechanism, w, group, True, key_mask), (q, k, v), state=state)
     decoding.validated(state, decoding.empty(mechanism, q, k, v, w))
     return strategy(mechanism, is_causal=True).decode(call, q, k, v, state)
 
@@ -188,73 +179,74 @@ def run(
     return packed.attend(call, q, k, v, sequences, key_mask, kernel=kernel)
 
 
-def _as_many(call: Call, sequences: Packing | None) -> None:
-    """Raise ``ValueError`` unless causal queries and keys are as many on every process, and in every sequence."""
-    queries, keys = call.shards.queries, call.shards.keys
-    if queries != keys:
-        raise ValueError(f"causal shards need as many queries as keys; they hold {list(queries)} and {list(keys)}")
-    if sequences is not None and sequences.queries != sequences.keys:
-        raise ValueError(
-            "causal packed sequences over processes need as many queries as keys; "
-            f"{sequences.names[0]} and {sequences.names[1]} are of {list(sequences.queries)} and {list(sequences.keys)}"
-        )
-
-
-def _checked(
-    check: Callable[[], None], cu_seqlens: CuSeqlens | None = None, lengths: Lengths | None = None
-) -> tuple[Packing | None, Exception | None]:
-    """The packed sequences, and what is wrong with this process's arguments."""
-    try:
-        check()
-        return packed.packing(cu_seqlens, lengths), None
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return None, error
-
-
 def _known_to_all(
-    call: Call, inputs: Inputs, error: Exception | None, sequences: Packing | None = None, state: State | None = None
-) -> tuple[Call, Inputs]:
-    """The call and its inputs as all processes know them: with everyone's shards, a mask on all of them or on none.
+    call: Call, inputs: Inputs, cu_seqlens: CuSeqlens | None = None, lengths: Lengths | None = None,
+    state: State | None = None,
+) -> tuple[Call, Inputs, Packing | None]:  # fmt: skip
+    """The call, its inputs and its packed sequences as all processes know them.
 
-    ``error`` is what is wrong with this process's arguments. Where the inputs of any process want gradients, those of
-    all do: a process that skips a backward pass leaves the others waiting.
+    That is with everyone's shards, and with a mask on all of them or on none. Where the inputs of any process want
+    gradients, those of all do: a process that skips a backward pass leaves the others waiting.
 
     Raises:
-        ValueError: Arguments are wrong or differ, or a process has no token; on all processes.
+        Unsupported: The mechanism mixes whole tokens.
+        ValueError: Arguments are wrong or differ, a process has no token, or causal queries and keys are not as many;
+            on all processes.
     """
-    w = call.w
+    mechanism, w, (q, k, v), sequences, error = call.mechanism, call.w, inputs, None, None
+    if not isinstance(mechanism, Attention):
+        raise _refused(mechanism)
+    try:
+        mechanism.check(mechanism.traits, q, k, v, call.is_causal, call.key_mask)
+        sequences = packed.packing(cu_seqlens, lengths)
+    except (TypeError, ValueError, NotImplementedError) as wrong:
+        error = wrong
     if not isinstance(call.shards, Shards):
         call, inputs = _agreed(call, inputs, error, sequences, state)
     elif error is not None:
         raise error
-    return call._replace(w=checks.weights(call.mechanism, w, inputs[0])), inputs
+    queries, keys = call.shards.queries, call.shards.keys
+    if call.is_causal and queries != keys:
+        raise ValueError(f"causal shards need as many queries as keys; they hold {list(queries)} and {list(keys)}")
+    if call.is_causal and sequences is not None and sequences.queries != sequences.keys:
+        raise ValueError(
+            "causal packed sequences over processes need as many queries as keys; "
+            f"{sequences.names[0]} and {sequences.names[1]} are of {list(sequences.queries)} and {list(sequences.keys)}"
+        )
+    return call._replace(w=checks.weights(mechanism, w, q)), inputs, sequences
 
 
 def _agreed(
     call: Call, inputs: Inputs, error: Exception | None, sequences: Packing | None, state: State | None
 ) -> tuple[Call, Inputs]:
     """``_known_to_all``, where the call has the ``ProcessGroup`` in the place of its shards."""
-    group, facts = member_of(call.shards), {} if error is not None else _facts(call, inputs, sequences, state)
-    sizes = [0, 0] if error is not None else [inputs[0].shape[-2], inputs[-1].shape[-2]]
-    wants = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
-    row = [error is not None, *sizes, call.masked, *wants, *(map(_digest, facts.values()) if facts else [0] * 7)]
+    group, facts, row = member_of(call.shards), {}, [1.0] + [0.0] * 13
+    if error is None:
+        facts, wants = _facts(call, inputs, sequences, state), [x.requires_grad for x in inputs]
+        row = [0.0, inputs[0].shape[-2], inputs[-1].shape[-2], call.masked, *wants, *map(_digest, facts.values())]
     device = inputs[-1].device if isinstance(inputs[-1], Tensor) else torch.device("cpu")
     rows = collectives.all_gather(torch.tensor(row, dtype=torch.float64, device=device), group).tolist()
     if error is not None:
         raise error
-    _raise_where_unlike(call.mechanism, [*map(bool, next(zip(*rows, strict=True)))], [each[7:] for each in rows], facts)
-    queries, keys = (tuple(int(each[i]) for each in rows) for i in (1, 2))
+    refused, queries, keys, masked, *columns = zip(*rows, strict=True)
+    if any(refused):
+        rank = refused.index(1.0)
+        raise ValueError(f"{call.mechanism!r}: the arguments of process {rank} were refused there; see its error")
+    for (name, words), column in zip(facts.items(), columns[3:], strict=True):
+        if unlike := [rank for rank, number in enumerate(column) if number != column[0]]:
+            other = f"processes 0 and {unlike[0]} differ in {name}, which must be equal on all; here: {words}"
+            raise ValueError(UNLIKE.get(name, other))
+    queries, keys = tuple(map(int, queries)), tuple(map(int, keys))
     if 0 in queries or 0 in keys:
         raise ValueError(
             f"every process needs a token or more; they hold {list(queries)} queries and {list(keys)} keys"
         )
-    wanted = [any(column) for column in zip(*(each[4:7] for each in rows), strict=True)]
     inputs = tuple(
-        x.detach().requires_grad_() if wants and not x.requires_grad else x
-        for x, wants in zip(inputs, wanted, strict=True)
+        x.detach().requires_grad_() if any(wanted) and not x.requires_grad else x
+        for x, wanted in zip(inputs, columns[:3], strict=True)
     )
     mask = call.key_mask
-    if mask is None and any(each[3] for each in rows):
+    if mask is None and any(masked):
         k = inputs[1]
         mask = torch.ones(*k.shape[:-3], k.shape[-2], dtype=torch.bool, device=k.device)
     return call._replace(shards=Shards(group, dist.get_rank(group), queries, keys), key_mask=mask), inputs
@@ -275,18 +267,6 @@ def _facts(call: Call, inputs: Inputs, sequences: Packing | None, state: State |
     }
 
 
-def _raise_where_unlike(mechanism: Any, refused: list[bool], digests: list[list[float]], facts: dict[str, str]) -> None:
-    """Raise the same on all processes where one refused its arguments, or facts differ."""
-    if any(refused):
-        rank = refused.index(True)
-        raise ValueError(f"{mechanism!r}: the arguments of process {rank} were refused there; see its error")
-    for i, (name, words) in enumerate(facts.items()):
-        unlike = [rank for rank, each in enumerate(digests) if each[i] != digests[0][i]]
-        if unlike:
-            other = f"processes 0 and {unlike[0]} differ in {name}, which must be equal on all; here: {words}"
-            raise ValueError(UNLIKE.get(name, other))
-
-
 def _digest(text: str) -> float:
     """A number that tells texts apart."""
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
@@ -302,20 +282,8 @@ def _checksum(w: Any) -> list[float]:
     return [flat.sum().item(), (flat * rising).sum().item()]
 
 
-class Part(NamedTuple):
-    """How many queries and keys of one packed sequence each process holds."""
-
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-
-    @property
-    def is_over_a_border(self) -> bool:
-        """Whether several processes hold some of it, and there are keys to see."""
-        return any(self.keys) and len({rank for sizes in self for rank, n in enumerate(sizes) if n}) > 1
-
-
-def _parts(sequences: Packing, everyone: Shards) -> list[Part]:
-    """The packed sequences, in their order, but for those without a token."""
+def _parts(sequences: Packing, everyone: Shards) -> list[Shards]:
+    """The shards of each packed sequence, in their order, but for those without a token."""
 
     def of_processes(lengths: tuple[int, ...], borders: list[tuple[int, int]]) -> list[tuple[int, ...]]:
         spans = pairwise([0, *accumulate(lengths)])
@@ -326,7 +294,7 @@ def _parts(sequences: Packing, everyone: Shards) -> list[Part]:
         of_processes(sequences.keys, everyone.borders()),
         strict=True,
     )
-    return [Part(*each) for each in pairs if any(map(sum, each))]
+    return [replace(everyone, queries=queries, keys=keys) for queries, keys in pairs if any(queries + keys)]
 
 
 def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
@@ -340,7 +308,7 @@ def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
         outs: dict[int, Tensor] = {}
         for i, part in enumerate(each):
             if part.is_over_a_border:
-                over = call._replace(shards=call.shards.of(*part), key_mask=masks[i])
+                over = call._replace(shards=part, key_mask=masks[i])
                 outs[i] = inner.attend(over, *(parts[i] for parts in split))
         whole = [i for i, part in enumerate(each) if not part.is_over_a_border]
         if whole:
@@ -352,12 +320,8 @@ def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
             outs |= dict(zip(whole, out.split(list(lengths.queries), -2), strict=True))
         return torch.cat([outs[i] for i in sorted(outs)], -2)
 
-    def sends(call: Call, sizes: Sizes) -> int:
-        over = [part for part in _parts(sequences, call.shards) if part.is_over_a_border]
-        return sum(inner.sends(call._replace(shards=call.shards.of(*part)), sizes) for part in over)
-
-    collectives = f"for each sequence over a border: {inner.collectives}"
-    return replace(inner, name=f"packed, {inner.name}", collectives=collectives, attend=attend, sends=sends)
+    name, collectives = f"packed, {inner.name}", f"for each sequence over a border: {inner.collectives}"
+    return replace(inner, name=name, collectives=collectives, attend=attend)
 
 
 def longest(

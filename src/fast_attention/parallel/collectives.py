@@ -5,7 +5,7 @@ Every gradient is made contiguous and goes back to the process that its tensor c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from fast_attention.mechanism import Unsupported
 
 
-@dataclass
+@dataclass(eq=False)
 class Traffic:
     """Bytes that this process sent to others."""
 
@@ -43,9 +43,11 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
     return _AllGather.apply(x, group)  # type: ignore[no-any-return]
 
 
-def all_to_all(x: Tensor, outgoing: list[int], incoming: list[int], group: Any) -> Tensor:
-    """Send ``outgoing[j]`` numbers of a flat tensor to rank j, and join the ``incoming[i]`` numbers of every rank i."""
-    return _AllToAll.apply(x, outgoing, incoming, group)  # type: ignore[no-any-return]
+def all_to_all(parts: Sequence[Tensor], incoming: Sequence[int], group: Any) -> Tensor:
+    """Send the tokens ``parts[j]`` (..., n, E) to rank j, and join the ``incoming[i]`` tokens of every rank i."""
+    rows = torch.cat([part.movedim(-2, 0) for part in parts])
+    received: Any = _AllToAll.apply(rows, [part.shape[-2] for part in parts], list(incoming), group)
+    return received.movedim(0, -2).contiguous()
 
 
 def with_gradient(out: Tensor, received: Tensor) -> Tensor:
@@ -68,9 +70,10 @@ def _count(numbers: int, x: Tensor) -> None:
 
 
 def _exchange(x: Tensor, outgoing: list[int], incoming: list[int], group: Any) -> Tensor:
-    out = x.new_empty(sum(incoming))
+    """Send so many rows of a tensor to every process, and get so many of each."""
+    out = x.new_empty(sum(incoming), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), incoming, outgoing, group=group)
-    _count(sum(outgoing) - outgoing[dist.get_rank(group)], x)
+    _count((sum(outgoing) - outgoing[dist.get_rank(group)]) * x.shape[1:].numel(), x)
     return out
 
 
@@ -87,10 +90,8 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _once()
-        (grad,) = grads
-        world, size = len(grad), grad[0].numel()
-        parts = _exchange(grad.reshape(-1), [size] * world, [size] * world, ctx.group)
-        return parts.view(grad.shape).sum(0), None
+        each = [1] * len(grads[0])
+        return _exchange(grads[0], each, each, ctx.group).sum(0), None
 
 
 class _AllToAll(torch.autograd.Function):

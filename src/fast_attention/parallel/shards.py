@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -55,9 +55,10 @@ class Shards:
         """The position of every process's first token and the one behind its last."""
         return list(pairwise([0, *accumulate(self.keys if keys else self.queries)]))
 
-    def of(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Shards:
-        """Shards of the same processes with other lengths."""
-        return replace(self, queries=queries, keys=keys)
+    @property
+    def is_over_a_border(self) -> bool:
+        """Whether several processes hold some of it, and there are keys to see."""
+        return any(self.keys) and len({i for sizes in (self.queries, self.keys) for i, n in enumerate(sizes) if n}) > 1
 
 
 def shards(group: Any, length: int, keys: int | None = None, device: torch.device | str = "cpu") -> Shards:
@@ -111,26 +112,15 @@ class Call(NamedTuple):
         return self.key_mask is not None
 
 
-class Sizes(NamedTuple):
-    """The sizes of one process's queries (batch, heads, L, width) and values, of which bytes are counted."""
-
-    batch: int
-    heads: int
-    width: int
-    values: int
-    itemsize: int = 4
-
-
 @dataclass(frozen=True)
 class Strategy:
-    """A way to spread attention over processes: what is computed, and how many bytes are sent for it.
+    """A way to spread attention over processes.
 
-    All functions give what is this process's: outputs of its queries, the state after the tokens of all processes, and
-    the bytes that it sends in the forward pass of ``attend``; the backward pass sends as many, of gradients.
+    Both functions give outputs of this process's queries, ``decode`` also the state after the tokens of all processes.
+    The backward pass sends as many bytes as the forward pass, of gradients.
     """
 
     name: str
     collectives: str  # what is sent, in words
     attend: Callable[[Call, Tensor, Tensor, Tensor], Tensor]  # raises ``Unsupported`` on all processes alike
     decode: Callable[[Call, Tensor, Tensor, Tensor, State | None], tuple[Tensor, State]]
-    sends: Callable[[Call, Sizes], int]  # reads no tensors but the weights

@@ -26,7 +26,7 @@ from fast_attention.engine.precision import rebuild
 from fast_attention.engine.tracing import replaced
 from fast_attention.mechanism import Attention, Shape, Unsupported
 from fast_attention.parallel import collectives
-from fast_attention.parallel.shards import Call, Shards, Sizes, Strategy
+from fast_attention.parallel.shards import Call, Shards, Strategy
 
 NO_HEADS = -1  # the axis of heads of a tensor that has none
 Ranges = list[tuple[int, int]]
@@ -75,9 +75,7 @@ def leaves(tree: Any) -> list[Tensor]:
 
 def _packed(state: Any) -> Tensor:
     """The numbers of a state in one row."""
-    tensors = leaves(state)
-    dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
-    return torch.cat([x.reshape(-1).to(dtype) for x in tensors])
+    return torch.cat([x.reshape(-1) for x in leaves(state)])
 
 
 def _unpacked(state: Any, row: Tensor) -> Any:
@@ -86,18 +84,7 @@ def _unpacked(state: Any, row: Tensor) -> Any:
     return tree_map_only(Tensor, lambda x: next(parts).view_as(x).to(x.dtype), state)
 
 
-def sends_of_states(call: Call, sizes: Sizes) -> int:
-    """Bytes sent: a state, whose sizes one token shows, to every other process."""
-    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[sizes.itemsize]
-    device = next(iter(leaves(call.w)), torch.empty(0)).device
-    k, v = (torch.zeros(sizes.batch, sizes.heads, 1, n, dtype=dtype, device=device)
-            for n in (sizes.width, sizes.values))  # fmt: skip
-    with torch.no_grad():
-        row = _packed(call.mechanism.summarise(k, v, call.w))
-    return (call.shards.world - 1) * row.numel() * row.element_size()
-
-
-STATES = Strategy("states", "one all-gather of states", attend_by_states, decode_by_states, sends_of_states)
+STATES = Strategy("states", "one all-gather of states", attend_by_states, decode_by_states)
 
 
 def attend_by_heads(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -129,22 +116,14 @@ def _transposed(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, list
 
 def _to_heads(x: Tensor, lengths: tuple[int, ...], shards: Shards) -> Tensor:
     """This process's heads (..., H / W, L, E) of all tokens, from all heads of its tokens."""
-    by_rank = x.unflatten(-3, (shards.world, -1)).movedim(-4, 0)
-    shape, size = by_rank.shape[1:], by_rank[0].numel()
-    token = shape[:-2].numel() * shape[-1]
-    outgoing, incoming = [size] * shards.world, [n * token for n in lengths]
-    flat = collectives.all_to_all(by_rank.reshape(-1), outgoing, incoming, shards.group)
-    parts = flat.split(incoming)
-    return torch.cat([part.view(*shape[:-2], n, shape[-1]) for part, n in zip(parts, lengths, strict=True)], -2)
+    return collectives.all_to_all(x.unflatten(-3, (shards.world, -1)).unbind(-4), lengths, shards.group)
 
 
 def _to_sequence(x: Tensor, lengths: tuple[int, ...], shards: Shards) -> Tensor:
     """All heads of this process's tokens, from its heads (..., H / W, L, E) of all tokens."""
-    parts = [part.reshape(-1) for part in x.split(list(lengths), -2)]
-    incoming = [parts[shards.rank].numel()] * shards.world
-    flat = collectives.all_to_all(torch.cat(parts), [part.numel() for part in parts], incoming, shards.group)
-    by_rank = flat.view(shards.world, *x.shape[:-2], lengths[shards.rank], x.shape[-1])
-    return by_rank.movedim(0, -4).flatten(-4, -3)
+    world, own = shards.world, lengths[shards.rank]
+    out = collectives.all_to_all(x.split(list(lengths), -2), [own] * world, shards.group)
+    return out.unflatten(-2, (world, own)).movedim(-3, -4).flatten(-4, -3)
 
 
 @runtime_checkable
@@ -246,19 +225,7 @@ def _joined(content: Any, axes: Any, group: Any) -> Any:
     return rebuild(content, [_joined(*each, group) for each in zip(content, axes, strict=True)])
 
 
-def sends_of_heads(call: Call, sizes: Sizes) -> int:
-    """Bytes sent: the other processes' heads of this process's tokens, and its heads of theirs."""
-    shards, share = call.shards, sizes.batch * sizes.heads // call.shards.world
-    queries, keys = shards.queries[shards.rank], shards.keys[shards.rank]
-    there = (shards.world - 1) * share * (queries * sizes.width + keys * (sizes.width + sizes.values)) * sizes.itemsize
-    back = share * (shards.length - queries) * sizes.values * sizes.itemsize
-    mask = (shards.world - 1) * sizes.batch * keys if call.masked else 0
-    return there + back + mask
-
-
-HEADS = Strategy(
-    "heads", "four all-to-alls, of queries, keys, values and outputs", attend_by_heads, decode_by_heads, sends_of_heads
-)
+HEADS = Strategy("heads", "four all-to-alls, of queries, keys, values and outputs", attend_by_heads, decode_by_heads)
 
 
 @runtime_checkable
@@ -311,14 +278,11 @@ def fetch(x: Tensor, visible: Ranges, shards: Shards) -> Tensor:
 
     One all-to-all, in which every process sends what others want of its tokens; gradients go home the same way.
     """
-    borders, token = shards.borders(), x.shape[:-2].numel() * x.shape[-1]
+    borders = shards.borders()
     first = borders[shards.rank][0]
     outgoing = [x[..., a - first : b - first, :] for a, b in (_common(borders[shards.rank], each) for each in visible)]
     incoming = [b - a for a, b in (_common(each, visible[shards.rank]) for each in borders)]
-    sizes = [n * token for n in incoming]
-    flat = torch.cat([part.reshape(-1) for part in outgoing])
-    parts = collectives.all_to_all(flat, [part.numel() for part in outgoing], sizes, shards.group).split(sizes)
-    return torch.cat([p.view(*x.shape[:-2], n, x.shape[-1]) for p, n in zip(parts, incoming, strict=True)], -2)
+    return collectives.all_to_all(outgoing, incoming, shards.group)
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
@@ -326,16 +290,6 @@ def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return first, max(first, min(one[1], other[1]))
 
 
-def sends_of_windows(call: Call, sizes: Sizes) -> int:
-    """Bytes sent: keys and values that others' queries see, with a mask a number for each."""
-    shards = call.shards
-    shard = shards.borders()[shards.rank]
-    common = [_common(shard, each) for rank, each in enumerate(ranges(call)) if rank != shards.rank]
-    numbers = sizes.batch * sizes.heads * (sizes.width + sizes.values + call.masked)
-    return sum(end - first for first, end in common) * numbers * sizes.itemsize
-
-
 WINDOWS = Strategy(
-    "windows", "one all-to-all of the keys and values near the borders of shards", attend_by_windows, decode_by_heads,
-    sends_of_windows,
-)  # fmt: skip
+    "windows", "one all-to-all of the keys and values near the borders of shards", attend_by_windows, decode_by_heads
+)

@@ -85,9 +85,9 @@ def structured(before: str, **given: Any) -> Any:
         or q_length < 2
     ):
         return as_before()
-    packed = next(iter(calls.packed()), None)
+    borders = next(iter(calls.packed()), {}).get("cu_seq_lens_q")  # of a row without padding
     is_shown = calls.shows() and before == "eager"
-    if is_shown or not calls.runs_ours(packed is not None or q_length >= shortest(dtype)):
+    if is_shown or not calls.runs_ours(borders is not None or q_length >= shortest(dtype)):
         return as_before()
     recording = probing.recording() is not None
     sizes = (0, FAR, 0, FAR) if recording else (q_offset, q_length, kv_offset, kv_length)
@@ -102,8 +102,8 @@ def structured(before: str, **given: Any) -> Any:
     except (IndexError, RuntimeError):  # a function of the inputs, which end before the probe's positions do
         return as_before()
     seen = replace(seen, harmless=set())  # structures are kept, and shared by models
-    if packed is not None:
-        return replace(seen, packing=visible.texts_of(packed))
+    if borders is not None:
+        return replace(seen, packing=packed.packing(borders, None))
     pays = calls.runs_ours(False) or _pays(seen, positions, before, dtype)
     return seen if recording or (pays and _is_served(seen, positions)) else as_before()
 
@@ -182,8 +182,8 @@ def attention(
         causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
         return probing.record(module, query, key, value, seen, changed(given), is_causal=causal), None
     if seen is None and attention_mask is None and query.shape[2] == key.shape[2]:
-        borders = next(iter(calls.packed()), None)  # of a packed row, for which the model makes no mask
-        seen = None if borders is None else Visibility(no_mask, packing=visible.texts_of(borders))
+        borders = next(iter(calls.packed()), {}).get("cu_seq_lens_q")  # of a packed row, for which there is no mask
+        seen = None if borders is None else Visibility(no_mask, packing=packed.packing(borders, None))
     changes = changed(given, seen)
     positions, cap = changes.get(POSITIONS), changes.get(CAP)
     takes = getattr(positions, "takes", None)  # of positions that were made before their mask was known

@@ -67,42 +67,16 @@ def _one_sequence(
     columns = is_global.nonzero()[:, 0] if is_global.any() else None
     rate = float(module.dropout) if module.training else 0.0
     q, k, v = (_heads(module, project(x)) for project in (module.query, module.key, module.value))
-    out = attend(
-        q, k, v, scale=1 / sqrt(module.head_dim), reach=module.one_sided_attn_window_size, dropout=rate,
-        masked=padding, columns=columns,
-    ).transpose(0, 1).flatten(1)  # fmt: skip
+    near: Any = {"reach": module.one_sided_attn_window_size, "dropout": rate}
+    near["columns"] = () if columns is None else intervals(columns.tolist())
+    near["seed"] = int(torch.randint(2**62, ())) if rate else 0
+    seen = None if padding is None else ~padding[None]
+    out = attend(q, k, v, seen, None, None, None, scale=1 / sqrt(module.head_dim), **near).transpose(0, 1).flatten(1)
     if padding is not None:
         out = out.masked_fill(padding[:, None], 0.0)
     if columns is not None:
         out = out.index_copy(0, columns, _global_rows(module, x, columns, padding, rate).to(out.dtype))
     return out if len(out) == length else pad(out, (0, 0, first, length - stop))
-
-
-def attend(
-    q: Float[Tensor, "heads length width"],
-    k: Float[Tensor, "heads length width"],
-    v: Float[Tensor, "heads length width"],
-    *,
-    scale: float,
-    reach: int,
-    masked: Bool[Tensor, "length"] | None = None,
-    columns: Int[Tensor, "number"] | None = None,
-    dropout: float = 0.0,
-) -> Float[Tensor, "heads length width"]:
-    """Softmax attention over a window of ``reach`` keys each side and global keys, under one normaliser.
-
-    Args:
-        q, k, v: One sequence.
-        scale: Factor on the dot products.
-        reach: Keys that are near, on each side of a query.
-        masked: Keys that no query sees: padding.
-        columns: Positions of the keys that every query sees, and sees once, also where a window holds them.
-        dropout: The share of weights that are set to zero.
-    """
-    settings: Any = {"reach": reach, "columns": () if columns is None else intervals(columns.tolist())}
-    seed = int(torch.randint(2**62, ())) if dropout else 0
-    mask = None if masked is None else ~masked[None]
-    return attention_in_tiles(q, k, v, mask, None, None, None, scale=scale, dropout=dropout, seed=seed, **settings)
 
 
 Interval = tuple[int, int]  # first position, and one behind the last
@@ -121,7 +95,10 @@ def intervals(positions: list[int]) -> tuple[Interval, ...]:
 
 @lru_cache(64)
 def plan(length: int, reach: int, columns: tuple[Interval, ...]) -> Plan:
-    """The plan of a window and global keys: a tile's ranges are global keys, and between them what is near."""
+    """The plan of a window of ``reach`` keys each side and of global keys, which a window that holds them sees once.
+
+    A tile's ranges are global keys, and between them what is near.
+    """
     rows, ranges = list[list[int]](), list[list[int]]()
     for row in range(0, length, ROWS):
         end, first = min(row + ROWS, length), len(ranges)
@@ -141,7 +118,7 @@ def _plan(q: Tensor, k: Tensor, *, reach: int, columns: tuple[Interval, ...]) ->
     return plan(q.shape[-2], reach, columns)
 
 
-attention_in_tiles = tiles.operation(None, _plan)
+attend = tiles.operation(None, _plan)
 
 
 def _heads(module: Any, x: Float[Tensor, "length width"]) -> Float[Tensor, "heads length head"]:
