@@ -511,7 +511,7 @@ FAMILIES = {  # heading of a table of mechanisms -> their names
     "Windows and blocks": ("Local", "BlockLocal", "Local2d", "BlockLocal2d", "BigBird"),
     "Chosen, hashed and sorted keys": ("Selected", "LSH", "Sinkhorn", "SortCut"),
     "Linear attention": (
-        "LinearAttention", "DecayedLinearAttention", "LogLinearAttention", "LearnedFeatures", "T2R", "CosFormer",
+        "LinearAttention", "DecayedLinearAttention", "LearnedFeatures", "T2R", "CosFormer",
     ),
     "Random features": ("Favor", "FavorPlus", "FavorPlusPlus"),
     "Landmarks and low rank": ("Linformer", "Nystrom"),

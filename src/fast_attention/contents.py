@@ -12,7 +12,6 @@ from fast_attention.mechanisms import Softmax as Softmax, ReLUAttention as ReLUA
 from fast_attention.mechanisms import LogAttention as LogAttention, Manhattan as Manhattan
 from fast_attention.mechanisms import LinearAttention as LinearAttention
 from fast_attention.mechanisms import DecayedLinearAttention as DecayedLinearAttention
-from fast_attention.mechanisms import LogLinearAttention as LogLinearAttention
 from fast_attention.mechanisms import Favor as Favor, FavorPlus as FavorPlus
 from fast_attention.mechanisms import FavorPlusPlus as FavorPlusPlus, LearnedFeatures as LearnedFeatures
 from fast_attention.mechanisms import T2R as T2R, CosFormer as CosFormer

@@ -310,7 +310,7 @@ def test_refusals_name_what_would_work() -> None:
 
 def test_what_combines_states_is_named_where_they_do_not() -> None:
     """A mechanism that keeps another kind of state cannot do it either, the refusing one first of all."""
-    for name in ("LogLinearAttention", "Local", "BigBird"):
+    for name in ("Softmax", "Local", "BigBird"):
         with pytest.raises(Unsupported) as refused:
             catalogue.default(name).combine(None, None)
         advised = re.findall(r"(\w+)\(\)", str(refused.value).partition("What would work: ")[2])

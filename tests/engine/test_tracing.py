@@ -136,10 +136,9 @@ def test_a_compiled_graph_is_small_and_its_gradients_right(mechanism: str, most:
 def test_one_compiled_graph_serves_all_lengths(mechanism: Any) -> None:
     """Compiled with its lengths open."""
     bound, is_causal = bind(mechanism, max_len=131), mechanism.traits.causal
-    longest = 128 if type(mechanism).__name__ == "LogLinearAttention" else 131  # of more blocks it has another graph
     torch.compiler.reset()
     compiled = torch.compile(bound, fullgraph=True, backend="eager", dynamic=True)
-    for length in (70, longest):
+    for length in (70, 131):
         leaves = [x.requires_grad_() for x in given(mechanism, length)]
         pair = [run(*leaves, is_causal=is_causal) for run in (compiled, bound)]
         found, expected = (

@@ -16,7 +16,7 @@ WANTED = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_tok
 STATES = (
     "BlockLocal(block_size=4)", "Adapted(mechanism=BlockLocal(block_size=4), rank=2)", "Selected(block_size=4)",
     "Hybrid(near=BlockLocal(block_size=4))", "ByLength(long=BlockLocal(block_size=4), above=8)", "DenseSynthesizer",
-    "AFTLocal(window=4)", "LogLinearAttention", "Sinkhorn(block_size=4)",
+    "AFTLocal(window=4)", "Sinkhorn(block_size=4)",
 )  # fmt: skip
 KEYS = ("RandomSynthesizer", "FactorizedRandomSynthesizer", "MixtureSynthesizer")  # kept in transformers' own cache
 NONE = ("AFTFull", "BigBird(block_size=2)")  # which keep nothing

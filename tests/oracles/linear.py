@@ -119,34 +119,11 @@ def cosformer(
     return torch.stack(rows)
 
 
-def log_linear(
-    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
-) -> Tensor:
-    """arXiv 2506.04761: the past of token t in blocks, each of the largest power of two that divides where it ends."""
-    rows = []
-    for t in range(len(q)):
-        level_of, end = {t: 0}, t
-        while end > 0:  # the blocks of the past, nearest first
-            size = 1
-            while end % (2 * size) == 0:
-                size *= 2
-            level_of.update(dict.fromkeys(range(end - size, end), 1 + int(math.log2(size))))
-            end -= size
-        out = 0 * v[0]
-        for j, level in level_of.items():
-            if key_mask is None or bool(key_mask[j]):
-                logit = w.bias[head, min(level, m.num_levels - 1)] + w.rows[head, min(level, m.num_levels - 1)] @ q[t]
-                out = out + torch.log(1 + torch.exp(logit)) * kernel(m.feature_map, q[t], k[j]) * v[j]
-        rows.append(out)
-    return torch.stack(rows)
-
-
 ORACLES = {
     "LinearAttention": linear,
     "DecayedLinearAttention": decayed,
     "T2R": t2r,
     "CosFormer": cosformer,
-    "LogLinearAttention": log_linear,
 }
 VARIANTS = [
     "LinearAttention(eps=0.1)",
@@ -165,6 +142,5 @@ VARIANTS = [
     "DecayedLinearAttention(feature_map=Identity(), gate='token', normalize=False)",
     "DecayedLinearAttention(feature_map=Quadratic(), eps=0.1)",
     "DecayedLinearAttention(gate='channel')",
-    "LogLinearAttention(feature_map=EluPlusOne(), num_levels=3)",
     "DecayedLinearAttention(feature_map=Identity(), gate='channel', normalize=False)",
 ]

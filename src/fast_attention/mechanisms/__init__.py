@@ -7,7 +7,6 @@ from fast_attention.mechanisms.log_manhattan.log_attention import LogAttention a
 from fast_attention.mechanisms.log_manhattan.manhattan import Manhattan as Manhattan
 from fast_attention.mechanisms.linear.linear_attention import LinearAttention as LinearAttention
 from fast_attention.mechanisms.linear.decayed import DecayedLinearAttention as DecayedLinearAttention
-from fast_attention.mechanisms.linear.log_linear import LogLinearAttention as LogLinearAttention
 from fast_attention.mechanisms.linear.favor import Favor as Favor
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus as FavorPlus
 from fast_attention.mechanisms.linear.favor_plus_plus import FavorPlusPlus as FavorPlusPlus
@@ -57,7 +56,7 @@ __all__ = [
     "BlockLocal2d", "ByLength", "CosFormer", "DecayedLinearAttention", "DenseSynthesizer", "DotProduct", "FNet",
     "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor", "FavorPlus", "FavorPlusPlus", "GMLP",
     "Hybrid", "LSH", "LearnedFeatures", "LinearAttention", "Linformer", "Local", "Local2d", "LogAttention",
-    "LogLinearAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "Nystrom", "PositiveElu", "PositiveExp",
+    "MLPMixer", "Manhattan", "MixtureSynthesizer", "Nystrom", "PositiveElu", "PositiveExp",
     "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Selected", "Sinkhorn", "Softmax",
     "SortCut", "T2R", "T5Buckets", "TransformerXL", "WKV",
 ]  # fmt: skip
