@@ -88,7 +88,7 @@ FAULTS = [
     Fault("the core's gradients of sums keep their scales", CORE, "x.scale[e] > LOWEST ? -x.scale[e] : LOWEST", "x.scale[e]",
           f"{OF_CORE} -k references"),
     Fault("the core's sink tokens lose their gradients", CORE, "dk[e] += of_queries[e];", "dk[e] += 0.0f;", f"{OF_CORE} -k references"),
-    Fault("near tiles take themselves for the whole", "core/source/tiles.h", "is_whole = !d.part && ", "is_whole = ",
+    Fault("near tiles take themselves for the whole", "core/source/tiles.h", "is_whole = !c.part && ", "is_whole = ",
           f"{OF_CORE} -k references"),
     Fault("queries lose the factor of their lengths", "core/source/features.h", "if (keys || c.normed) norms[i]", "if (keys) norms[i]",
           f"{OF_CORE} -k references"),

@@ -46,7 +46,7 @@ FAULTS = [
           "(table + which * blocks.shape[-3])", "(table + which * 0)", ORACLE + "Selected"),
     Fault("a tile of gathered queries takes itself for all that they see", TILES, "        total += added;\n",
           "        total = added;\n", CHOSEN + "references"),
-    Fault("a tile of gathered queries takes its products for the whole's", TILES, "!d.part && work.places == nullptr && ", "!d.part && ",
+    Fault("a tile of gathered queries takes its products for the whole's", TILES, "!c.part && work.places == nullptr && ", "!c.part && ",
           CHOSEN + "references"),
     Fault("every tile has the first one's queries", TILES, "x + at(tile, i) * n, ", "x + places[i] * n, ",
           CHOSEN + "references"),
