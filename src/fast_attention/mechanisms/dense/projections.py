@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fast_attention.mechanism import Shape
 from fast_attention.mechanisms.dense import reference
-from fast_attention.value import Value, one_of
+from fast_attention.value import Value
 
 __all__ = ["Convolution", "LearnedProjection", "MaxPool", "MeanPool", "Projection"]
 
@@ -56,9 +56,6 @@ class LearnedProjection(Projection):
 
     sharing: Sharing = "none"
     learned = True
-
-    def __post_init__(self) -> None:
-        one_of(self, "sharing", self.sharing, Sharing)
 
     def weights(self, shape: Shape, rank: int) -> Projections:
         """E and F, with a head axis only where heads differ."""
