@@ -174,7 +174,7 @@ def run(
     assert sequences is not None
     if not attends:
         return packed.mix(call, inputs[0], sequences, key_mask)
-    kernel = None if enable_gqa or dropout > 0.0 else packed.packed_kernel(mechanism, w, is_causal=is_causal)
+    kernel = None if enable_gqa or dropout > 0.0 else partial(packed.packed_kernel, mechanism, w=w, is_causal=is_causal)
     q, k, v = inputs
     return packed.attend(call, q, k, v, sequences, key_mask, kernel=kernel)
 

@@ -1,8 +1,6 @@
 """Manhattan attention (Jiang and Zuo, "Fast Attention", Eqs. 11-12): values weighed by differences of log keys.
 
-The sums over pairs of tokens inside Manhattan attention, weighed by how far their log keys lie apart.
-
-Jiang and Zuo, "Fast Attention", Eqs. 11-12. With h(k) > 0 and ``l = log h(k)``, channel by channel or 1 wide.
+With h(k) > 0 and ``l = log h(k)``, channel by channel or 1 wide; also the sums over pairs of tokens alone.
 """
 
 from __future__ import annotations
