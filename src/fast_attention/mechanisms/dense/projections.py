@@ -77,22 +77,19 @@ class MeanPool(Projection):
     """The mean of neighbouring tokens: ``rank`` slots over the tokens at hand, nothing to learn, any length."""
 
     learned = False
+    pool = staticmethod(reference.pool_mean)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], rank: int, key_mask: Tensor | None) -> Tensor:
-        """Attend to means."""
-        return reference.pooled_attention(q, k, v, rank=rank, pool=reference.pool_mean, key_mask=key_mask)
+        """Attend to pools."""
+        return reference.pooled_attention(q, k, v, rank=rank, pool=self.pool, key_mask=key_mask)
 
 
 @dataclass(frozen=True, repr=False)
-class MaxPool(Projection):
+class MaxPool(MeanPool):
     """The maximum of neighbouring tokens, channel by channel: as ``MeanPool`` otherwise."""
 
-    learned = False
     linear = False
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], rank: int, key_mask: Tensor | None) -> Tensor:
-        """Attend to maxima."""
-        return reference.pooled_attention(q, k, v, rank=rank, pool=reference.pool_max, key_mask=key_mask)
+    pool = staticmethod(reference.pool_max)
 
 
 @dataclass(frozen=True, repr=False)
