@@ -19,7 +19,7 @@ from fast_attention import Unsupported, __version__, catalogue, files
 from fast_attention.nn.feedforward import ChunkedFeedForward
 from fast_attention.nn.reversible import Reversible, ReversibleSequence
 from fast_attention.nn.token_mixer import TokenMixer
-from fast_attention.value import Value, at_least, one_of
+from fast_attention.value import Value, at_least
 
 Positions = Literal["auto", "learned", "sinusoidal", "rotary", "none"]
 FORMAT = "fast-attention model 1"
@@ -79,7 +79,6 @@ class ModelConfig(Value):
         for setting in ("vocab_size", "width", "layers", "heads", "max_len", "chunks"):
             at_least(self, setting, getattr(self, setting), 1)
         at_least(self, "conv", self.conv, 0)
-        one_of(self, "positions", self.positions, Positions)
         if self.conv and not self.causal:
             raise ValueError(f"ModelConfig(conv={self.conv}): the convolution is causal, for decoders: set causal=True")
         if self.width % self.heads:

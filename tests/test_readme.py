@@ -46,7 +46,7 @@ def test_its_code_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         "sentence-transformers/all-MiniLM-L6-v2": lambda: load(folder),
     }
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", lambda name: models[name]())
-    monkeypatch.setattr("fast_attention.integrations.report.LONGER_PATIENCE", 0.0)
+    monkeypatch.setattr("fast_attention.integrations.report.PATIENCE", 0.0)
     space: dict[str, Any] = {}
     ran = 0
     for (language, code), (_, shown) in itertools.pairwise(BLOCKS):

@@ -29,7 +29,11 @@ def repeats_for(estimate: float) -> int:
 
 
 def in_turns(
-    runs: Mapping[Any, Callable[[], Any]], device: torch.device, rounds: int, patience: float = math.inf
+    runs: Mapping[Any, Callable[[], Any]],
+    device: torch.device,
+    rounds: int,
+    patience: float = math.inf,
+    repeats: int = 1,
 ) -> dict[Any, list[float]]:
     """Seconds of every run, one after the other in each round; after ``patience`` seconds no further round begins."""
     times: dict[Any, list[float]] = {name: [] for name in runs}
@@ -38,7 +42,7 @@ def in_turns(
         if number and time.perf_counter() - start > patience:
             break
         for name, run in runs.items():
-            times[name].append(seconds(run, device))
+            times[name].append(seconds(run, device, repeats))
     return times
 
 

@@ -73,7 +73,7 @@ def empty(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, w: Any) -> State:
 
 def _draw(weights: Any) -> tuple[float, ...]:
     """The first two random numbers, to tell draws apart; none where reading them would wait for a device."""
-    first = next((x for x in _leaves(weights) if not isinstance(x, torch.nn.Parameter)), None)
+    first = next((x for x in leaves(weights) if not isinstance(x, torch.nn.Parameter)), None)
     if first is None or operation.unsupported_reason(first):
         return ()
     return tuple(first.reshape(-1)[:2].tolist())
@@ -122,7 +122,7 @@ def select(state: Any, index: Tensor) -> Any:
     """
     if not isinstance(index, Tensor):
         raise TypeError(f"index must be a torch.Tensor of whole numbers; got {type(index).__name__}")
-    tensors = _leaves(state)
+    tensors = leaves(state)
     batch = max((x.shape[0] for x in tensors if x.ndim), default=1)
     if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
         raise ValueError(f"index must be a row of whole numbers; got shape {tuple(index.shape)}, {index.dtype}")
@@ -167,10 +167,11 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None)
         raise ValueError(f"{os.fspath(path)} holds no decoding state of this library: {error}") from error
 
 
-def _leaves(state: Any) -> list[Tensor]:
+def leaves(state: Any) -> list[Tensor]:
+    """The tensors of a state, or of weights."""
     if isinstance(state, Tensor):
         return [state]
-    return [x for part in state for x in _leaves(part)] if isinstance(state, tuple) else []
+    return [x for part in state for x in leaves(part)] if isinstance(state, tuple) else []
 
 
 def _mapped(state: Any, change: Any, batch: int, pick: Tensor | None = None) -> Any:

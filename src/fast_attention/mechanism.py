@@ -212,18 +212,17 @@ class Attention(Mechanism[W, S]):
         content = decoding.validated(state, new_state)
         if checks.empty(q, k, v):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), replaced(new_state, content=content)
+        k, v, mask = checks.without_masked(k, v, key_mask, traits.inputs)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, content: Any, *, key_mask: Tensor | None) -> tuple[Tensor, Any]:
+            return in_dtype_of_tokens(self.advance, q, k, v, weights, content, key_mask=key_mask)
+
         if isinstance(content, left_padding.Rows) or (
             content is None and left_padding.may_begin_late(self, key_mask, streams=True)
         ):
-            k, v, _ = checks.without_masked(k, v, key_mask, traits.inputs)
-
-            def run(q: Tensor, k: Tensor, v: Tensor, content: Any, *, key_mask: Tensor | None) -> tuple[Tensor, Any]:
-                return in_dtype_of_tokens(self.advance, q, k, v, weights, content, key_mask=key_mask)
-
             out, content = left_padding.advance(self, run, q, k, v, key_mask, content)
         else:
-            k, v, mask = checks.without_masked(k, v, key_mask, traits.inputs)
-            out, content = in_dtype_of_tokens(self.advance, q, k, v, weights, content, key_mask=mask)
+            out, content = run(q, k, v, content, key_mask=mask)
         return out, replaced(new_state, content=decoding.copy_if_aliased(content, *given, at_start=state is None))
 
     def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
@@ -328,13 +327,13 @@ class Mixer(Mechanism[W, S]):
         if checks.empty(x):
             return checks.zeros(x.shape, x)
         x = masks.drop(x, key_mask)
+
+        def mix(x: Tensor, *, key_mask: Tensor | None) -> Tensor:
+            return in_dtype_of_tokens(self.mix, x, weights, is_causal=is_causal, key_mask=key_mask)
+
         if key_mask is not None and left_padding.may_begin_late(self, key_mask):
-
-            def mix(x: Tensor, *, key_mask: Tensor) -> Tensor:
-                return in_dtype_of_tokens(self.mix, x, weights, is_causal=is_causal, key_mask=key_mask)
-
             return left_padding.mix(mix, x, key_mask)
-        return in_dtype_of_tokens(self.mix, x, weights, is_causal=is_causal, key_mask=key_mask)
+        return mix(x, key_mask=key_mask)
 
     def check(self, x: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
         """Raise unless these are tokens and the traits grant what is asked."""

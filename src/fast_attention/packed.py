@@ -107,7 +107,7 @@ def attend(
     """Attend within each sequence of q (..., H, T, E), k (..., H, S, E) and v (..., H, S, Ev): outputs (..., H, T, Ev).
 
     ``call(q, k, v, key_mask=)`` attends in a batch of sequences that are no longer packed, (batch, H, L, E); a
-    ``kernel`` of ``packed_kernel`` may take all sequences in one computation.
+    ``kernel``, such as ``packed_kernel``, may take all sequences in one computation.
 
     Raises:
         ValueError: The tensors do not fit one another.
@@ -121,24 +121,19 @@ def attend(
     return _run(call, (q, k, v), (sequences.queries, sequences.keys, sequences.keys), sequences, key_mask, axes=3)
 
 
-def packed_kernel(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) -> PackedKernel:
+def packed_kernel(
+    mechanism: Attention[Any, Any], q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, w: Any,
+    is_causal: bool, key_mask: Tensor | None,
+) -> Tensor | None:  # fmt: skip
     """All sequences in one computation of ``mechanism``, which may say None."""
-
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, key_mask: Tensor | None
-    ) -> Tensor | None:  # fmt: skip
-        if not operation.on_gpu(q):
-            return None
-        if len(lengths) < 2 or q.shape[-3] != k.shape[-3] or checks.empty(q, k, v):
-            return None
-        if key_mask is not None and mechanism.traits.positions == "absolute":
-            return None  # some may begin with padding
-        mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask)
-        weights = checks.weights(mechanism, w, q)
-        k, v, mask = checks.without_masked(k, v, key_mask, mechanism.traits.inputs)
-        return mechanism.attend_packed(q, k, v, weights, lengths, is_causal=is_causal, key_mask=mask)
-
-    return run
+    if not operation.on_gpu(q) or len(lengths) < 2 or q.shape[-3] != k.shape[-3] or checks.empty(q, k, v):
+        return None
+    if key_mask is not None and mechanism.traits.positions == "absolute":
+        return None  # some may begin with padding
+    mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask)
+    weights = checks.weights(mechanism, w, q)
+    k, v, mask = checks.without_masked(k, v, key_mask, mechanism.traits.inputs)
+    return mechanism.attend_packed(q, k, v, weights, lengths, is_causal=is_causal, key_mask=mask)
 
 
 def mix(call: Call, x: Tensor, sequences: Packing, key_mask: Tensor | None) -> Tensor:

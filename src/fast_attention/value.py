@@ -142,16 +142,8 @@ def _in_words(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(dict.fromkeys(map(_in_words, get_args(hint))))
     if get_origin(hint) is Literal:
-        return " or ".join(map(repr, get_args(hint)))
+        return f"one of {', '.join(map(repr, get_args(hint)))}"
     return _WORDS.get(hint) or (hint.__name__ if isinstance(hint, type) else str(hint))
-
-
-def one_of(owner: object, setting: str, value: object, choices: object) -> None:
-    """Raise a ``ValueError`` naming the choices unless ``value`` is among them (a ``Literal`` or a tuple)."""
-    options = choices if isinstance(choices, tuple) else get_args(choices)
-    if value not in options:
-        listed = ", ".join(repr(option) for option in options)
-        raise ValueError(f"{type(owner).__name__}({setting}={value!r}): {setting} must be one of {listed}")
 
 
 def at_least(owner: object, setting: str, value: object, least: int | float, *, nothing: object = None) -> None:

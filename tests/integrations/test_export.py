@@ -25,13 +25,13 @@ from fast_attention import (
     Unsupported,
     catalogue,
     exporting,
-    extras,
     swap,
 )
 from fast_attention.engine import scan
 from fast_attention.lab import command_line
 from fast_attention.lab.commands import TOLERANCE
 from fast_attention.lab.export import opened
+from fast_attention.lab.refusals import install
 from tests.cases import DISTINCT, bind, qkv, some_keys, uncached
 
 onnx = pytest.importorskip("onnx")
@@ -431,7 +431,7 @@ def test_what_cannot_be_exported_is_one_line(
         assert not out
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert command_line.run(["export", good, "--onnx"]) == 2
-    assert extras.install("onnx") in capsys.readouterr().err
+    assert install("onnx") in capsys.readouterr().err
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".onnx", ".pt2", ".part")]
 
 

@@ -187,7 +187,7 @@ def test_memory_of_what_can_be_taken_back_is_bounded(monkeypatch: pytest.MonkeyP
         end += new
         assert 8 <= sum(past.tokens for past in layer.record) < 16
         assert len(layer.record) <= 2
-        held = [x for past in layer.record for x in decoding._leaves(past.calls)]
+        held = [x for past in layer.record for x in decoding.leaves(past.calls)]
         assert all(x.untyped_storage().nbytes() == x.nbytes for x in held)
 
 

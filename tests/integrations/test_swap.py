@@ -235,7 +235,7 @@ def test_a_state_has_one_size(recwarn: pytest.WarningsRecorder) -> None:
         cache = model(torch.randint(5, 99, (2, length)), use_cache=True)[cache_argument.name_of(model.forward)]
         assert all(isinstance(layer, StateLayer) for layer in cache.layers)
         assert cache.get_seq_length() == length
-        sizes.add(sum(x.numel() for layer in cache.layers for x in fast_attention.decoding._leaves(layer.state)))
+        sizes.add(sum(x.numel() for layer in cache.layers for x in fast_attention.decoding.leaves(layer.state)))
     assert len(sizes) == 1
 
 

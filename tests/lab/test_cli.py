@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import typer
 
-from fast_attention import __version__, catalogue, cli, extras, files
+from fast_attention import __version__, catalogue, cli, files
 from fast_attention.lab import command_line, commands, inputs, measure, refusals
 from fast_attention.lab.commands import COMMANDS
 from fast_attention.value import SEEDS
@@ -215,12 +215,12 @@ def test_options_agree_with_what_torch_and_values_take() -> None:
 
 def test_an_extra_is_installed_by_what_it_brings(monkeypatch: pytest.MonkeyPatch) -> None:
     """This package is on no index: a command that names it would find another's, or nothing."""
-    command = extras.install("hf")
+    command = refusals.install("hf")
     assert re.fullmatch(r"pip install ('?[a-z-]+[>=.\d]+'? ?)+", command)
     assert "transformers>=5" in command
     assert "fast-attention" not in command
     monkeypatch.setattr(metadata, "requires", lambda name: None)
-    assert extras.install("hf") == "pip install '.[hf]' in a clone of fast-attention"
+    assert refusals.install("hf") == "pip install '.[hf]' in a clone of fast-attention"
 
 
 def test_an_encoding_that_lacks_a_character_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_a_missing_extra_is_one_line() -> None:
     missing = ["typer list", "rich list", "matplotlib compare"]
     done = subprocess.run([sys.executable, "-c", BLOCKED, *missing], capture_output=True, text=True, check=True)
     names = [words.split()[0] for words in missing]
-    install = extras.install("lab")
+    install = refusals.install("lab")
     assert done.stdout.splitlines() == [f"fast-attention: the command line needs {name}: {install}" for name in names]
 
 

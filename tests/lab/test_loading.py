@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from fast_attention import extras
 from fast_attention.lab import capture, command_line, loading, measure, texts
 from fast_attention.lab.inputs import InputError
+from fast_attention.lab.refusals import install
 from tests.fresh import NEEDED, told
 from tests.lab.small_models import GPT, SIZES, WORDS, saved, transformers
 
@@ -137,7 +137,7 @@ def test_every_command_refuses_it_in_the_same_words(
     assert loading.KINDS in refusal(command, "empty", capsys)
     shutil.copytree(bert, tmp_path / "whole")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert f"needs transformers: {extras.install('hf')}\n" in refusal(command, "whole", capsys)
+    assert f"needs transformers: {install('hf')}\n" in refusal(command, "whole", capsys)
 
 
 @pytest.mark.parametrize("command", ["compare", "advise", "convert"])

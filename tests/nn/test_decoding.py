@@ -52,7 +52,7 @@ def test_a_state_is_a_value(name: str) -> None:
     bound, rest, state = _some(name)
     kept = copy.deepcopy(state)
     first, _ = bound.decode(*rest, state)
-    for part, before in zip(decoding._leaves(state), decoding._leaves(kept), strict=True):
+    for part, before in zip(decoding.leaves(state), decoding.leaves(kept), strict=True):
         assert torch.equal(part, before)
     assert torch.equal(bound.decode(*rest, state)[0], first)
 
@@ -79,7 +79,7 @@ def test_a_state_keeps_what_was_read(name: str, masked: bool) -> None:
         before = copy.deepcopy(state)
         for x in (k, v):
             x.fill_(float("nan"))
-        assert all(map(torch.equal, decoding._leaves(state), decoding._leaves(before)))
+        assert all(map(torch.equal, decoding.leaves(state), decoding.leaves(before)))
 
 
 @pytest.mark.parametrize("name", STREAMING)
@@ -200,7 +200,7 @@ def test_a_token_costs_the_same_at_any_position(name: str) -> None:
     costs, state = [], None
     for stretch in (640, 5120):
         _, state = bound.decode(*qkv(stretch, dtype=torch.float32), state)
-        size = sum(x.nbytes for x in decoding._leaves(state))
+        size = sum(x.nbytes for x in decoding.leaves(state))
         now = state
         costs.append(
             (count_operations(lambda: bound.decode(*token, now)), peak_bytes(lambda: bound.decode(*token, now)), size)

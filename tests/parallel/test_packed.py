@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fast_attention import ByLength, LinearAttention, Local, packed
+from fast_attention.decoding import leaves
 from fast_attention.parallel import Shards, attend, decode
-from fast_attention.parallel.strategies import leaves
 from tests.cases import bind, qkv, some_keys
 from tests.parallel import HEADS, LENGTHS, cut, differences, gradients, join, largest, leave, message, spread, wrong
 from tests.parallel.test_parallel import TRIED

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fast_attention import Attention, Bound, Shape, Softmax, TokenMixer, catalogue
+from fast_attention.decoding import leaves
 from fast_attention.engine import trace
 from fast_attention.parallel import Shards, attend, collectives, parallelize, run, strategy
-from fast_attention.parallel.strategies import leaves
 from tests.cases import MIXERS, bind, qkv, some_keys
 from tests.parallel import HEADS, LENGTHS, cut, differences, gradients, join, largest, leave, message, spread, wrong
 from tests.parallel.own import OwnMean, OwnSlopes, OwnWindow

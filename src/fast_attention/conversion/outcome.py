@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import files
-from fast_attention.value import Value, at_least, is_seed, one_of
+from fast_attention.value import Value, at_least, is_seed
 
 Precision = Literal["float32", "bfloat16"]
 Train = Literal["mechanism", "model"]
@@ -58,8 +58,6 @@ class ConversionSettings(Value):
         is_seed(self, "seed", self.seed)
         for name in ("minutes", "share", "lr_maps", "lr_projections", "lr", "warmup", "weight_decay", "clip"):
             at_least(self, name, getattr(self, name), 0.0)
-        one_of(self, "precision", self.precision, Precision)
-        one_of(self, "train", self.train, Train)
         for name, limit in (("share", 1.0), ("warmup", 0.99)):
             if getattr(self, name) > limit:
                 raise ValueError(f"{self!r}: {name} is a fraction, at most {limit:g}")

@@ -223,10 +223,8 @@ class Launch(Sums):
         self.size = _chunk(self.length) if begins is None else self.length // len(begins)
         self.chunks = chunks_of(self.length, self.size)
         self.like, channels = x, min(power(self.features), CHANNELS)
-        self.walks, self.options = (
-            self.batch * self.heads * -(-self.features // channels),
-            {"BC": channels, "num_warps": 1},
-        )
+        self.walks = self.batch * self.heads * -(-self.features // channels)
+        self.options = {"BC": channels, "num_warps": 1}
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -313,7 +314,7 @@ def run_packed(call: Call, texts: Packing, *, windowed: bool = False) -> Tensor:
     key_mask = None if key_mask is None else key_mask.reshape(1, -1)
     kernel = None
     if not windowed and dropout == 0.0 and sinks is None and isinstance(bound.mechanism, Attention):
-        kernel = packed.packed_kernel(bound.mechanism, bound.w, is_causal=visibility.is_causal)
+        kernel = partial(packed.packed_kernel, bound.mechanism, w=bound.w, is_causal=visibility.is_causal)
     out = packed.attend(
         attend, visible.one_row(q), visible.one_row(k), visible.one_row(v), texts, key_mask, kernel=kernel
     )

@@ -139,10 +139,6 @@ def seconds(mechanism: Attention[Any, Any], shape: Shape, like: Tensor, *, is_ca
     )
     estimates = [min(clock.seconds(run, like.device) for _ in range(2)) for run in runs]
     repeats = clock.repeats_for(min(estimates))
-
-    def repeated(run: Callable[[], Any]) -> Callable[[], list[Any]]:
-        return lambda: [run() for _ in range(repeats)]
-
-    samples = clock.in_turns(dict(enumerate(map(repeated, runs))), like.device, ROUNDS, PATIENCE)
-    exact, ours = (statistics.median(times) / repeats for times in samples.values())
+    samples = clock.in_turns(dict(enumerate(runs)), like.device, ROUNDS, PATIENCE, repeats)
+    exact, ours = map(statistics.median, samples.values())
     return exact, ours

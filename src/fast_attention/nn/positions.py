@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.packed import Packing
 from fast_attention.parallel.shards import Shards, local
-from fast_attention.value import Value, at_least, one_of
+from fast_attention.value import Value, at_least
 
 RopeType = Literal["default", "linear", "dynamic", "yarn"]
 
@@ -53,7 +53,6 @@ class Rotary(Value):
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        one_of(self, "rope_type", self.rope_type, RopeType)
         at_least(self, "rope_theta", self.rope_theta, 0.0)
         if self.rope_theta <= 1.0:
             raise ValueError(f"{self!r}: rope_theta must be above 1")

@@ -20,6 +20,9 @@ from fast_attention.engine.precision import Precision
 from fast_attention.engine.tracing import exporting, unrepeatable
 from fast_attention.mechanism import Unsupported
 
+Tokens = Float[Tensor, "*batch length embed"]
+KeyMask = Bool[Tensor, "*#batch2 length"]
+
 
 class Reversible(nn.Module):
     """An invertible residual block: ``y1 = x1 + F(x2)``, ``y2 = x2 + G(y1)`` (arXiv 2001.04451, Eq. 8).
@@ -37,25 +40,15 @@ class Reversible(nn.Module):
         self.f, self.g = f, g
 
     def forward(
-        self,
-        x1: Float[Tensor, "*batch length embed"],
-        x2: Float[Tensor, "*batch length embed"],
-        *,
-        is_causal: bool = False,
-        key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
-    ) -> tuple[Float[Tensor, "*batch length embed"], Float[Tensor, "*batch length embed"]]:
+        self, x1: Tokens, x2: Tokens, *, is_causal: bool = False, key_mask: KeyMask | None = None
+    ) -> tuple[Tokens, Tokens]:
         """Both streams (..., L, E) through the block, with an ordinary graph."""
         y1 = x1 + self.f(x2, is_causal=is_causal, key_mask=key_mask)
         return y1, x2 + self.g(y1)
 
     def inverse(
-        self,
-        y1: Float[Tensor, "*batch length embed"],
-        y2: Float[Tensor, "*batch length embed"],
-        *,
-        is_causal: bool = False,
-        key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
-    ) -> tuple[Float[Tensor, "*batch length embed"], Float[Tensor, "*batch length embed"]]:
+        self, y1: Tokens, y2: Tokens, *, is_causal: bool = False, key_mask: KeyMask | None = None
+    ) -> tuple[Tokens, Tokens]:
         """``x2 = y2 - G(y1)``, ``x1 = y1 - F(x2)``: what ``forward`` was given, up to rounding and without dropout."""
         x2 = y2 - self.g(y1)
         return y1 - self.f(x2, is_causal=is_causal, key_mask=key_mask), x2
@@ -86,13 +79,7 @@ class ReversibleSequence(nn.Module):
             if not isinstance(block, Reversible):
                 raise TypeError(f"blocks[{i}] is a {type(block).__name__}: give Reversible(f, g) blocks")
 
-    def forward(
-        self,
-        x: Float[Tensor, "*batch length embed"],
-        *,
-        is_causal: bool = False,
-        key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
-    ) -> Float[Tensor, "*batch length embed"]:
+    def forward(self, x: Tokens, *, is_causal: bool = False, key_mask: KeyMask | None = None) -> Tokens:
         """Tokens (..., L, E) to tokens (..., L, E); both keywords go to every ``f``."""
         learned = [tensor for _, tensor in named_tensors(self) if tensor.requires_grad]
         needs_graph = torch.is_grad_enabled() and (x.requires_grad or learned)

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fast_attention import checks, decoding, grouped, packed
-from fast_attention.decoding import State
+from fast_attention.decoding import State, leaves
 from fast_attention.engine import heads, trace
 from fast_attention.expressions import in_words
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.packed import CuSeqlens, Lengths, Packing
 from fast_attention.parallel import collectives
 from fast_attention.parallel.shards import Call, Shards, Strategy, member_of, shards
-from fast_attention.parallel.strategies import HEADS, STATES, WINDOWS, Windowed, leaves
+from fast_attention.parallel.strategies import HEADS, STATES, WINDOWS, Windowed
 
 Inputs = tuple[Tensor, ...]
 UNLIKE = {
@@ -174,7 +174,7 @@ def run(
     assert sequences is not None
     if not attends:
         return packed.mix(call, inputs[0], sequences, key_mask)
-    kernel = None if enable_gqa or dropout > 0.0 else packed.packed_kernel(mechanism, w, is_causal=is_causal)
+    kernel = None if enable_gqa or dropout > 0.0 else partial(packed.packed_kernel, mechanism, w=w, is_causal=is_causal)
     q, k, v = inputs
     return packed.attend(call, q, k, v, sequences, key_mask, kernel=kernel)
 

@@ -18,10 +18,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from fast_attention import checks, decoding
-from fast_attention.decoding import State
+from fast_attention.decoding import State, leaves
 from fast_attention.engine.precision import rebuild
 from fast_attention.engine.tracing import replaced
 from fast_attention.mechanism import Attention, Shape, Unsupported
@@ -66,11 +66,6 @@ def _total(mechanism: Any, states: list[State | None]) -> Any:
     """The combined state; None where there is none."""
     there = [state for state in states if state is not None]
     return reduce(mechanism.combine, there) if there else None
-
-
-def leaves(tree: Any) -> list[Tensor]:
-    """The tensors of a tree of tuples."""
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def _packed(state: Any) -> Tensor:

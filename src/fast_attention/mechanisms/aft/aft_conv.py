@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -10,11 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine.precision import in_float32, widen
-from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.aft.aft_local import WindowState, advanced, aft_local
-from fast_attention.mechanisms.aft.reference import same_width
-from fast_attention.traits import PLAIN
+from fast_attention.engine.precision import widen
+from fast_attention.mechanism import Shape
+from fast_attention.mechanisms.aft.aft_local import AFTLocal, Banded, WindowState
 from fast_attention.value import at_least
 
 
@@ -36,7 +34,7 @@ class ConvKernel(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class AFTConv(Attention[ConvKernel, WindowState]):
+class AFTConv(Banded):
     """AFT whose bias depends on the distance only: a convolution with one kernel per head, for any length.
 
     The kernel is ``gain (w - mean w) / std w + shift``; gain and shift start at 0, so that training starts from
@@ -49,17 +47,11 @@ class AFTConv(Attention[ConvKernel, WindowState]):
 
     kernel_size: int = 11
 
-    traits = Traits(
-        paper="Zhai et al. 2021, arXiv 2105.14103",
+    traits = replace(
+        AFTLocal.traits,
         formula="sigmoid(q_i) * sum_j exp(k_j + w_(j-i)) v_j / sum_j exp(k_j + w_(j-i)), w = 0 outside the kernel",
-        cost="n w d",
-        complexity_exponent=1.0,
-        gpu=PLAIN,
-        causal=True,
-        padding=True,
-        memory="window",
-        matrix=False,  # a matrix for each channel
-        learned=True,
+        positions="relative",
+        needs_max_len=False,
     )
 
     def __post_init__(self) -> None:
@@ -73,17 +65,6 @@ class AFTConv(Attention[ConvKernel, WindowState]):
         gain, shift = (nn.Parameter(torch.zeros(shape.heads)) for _ in range(2))
         return ConvKernel(kernel, gain, shift)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: ConvKernel, *, is_causal: bool, key_mask: Tensor | None
-    ) -> Tensor:
-        """``aft_local`` with the kernel as every position's band."""
-        same_width(self, k, v)
-        return aft_local(q, k, v, conv_band(*widen(w)), is_causal=is_causal, key_mask=key_mask)
-
-    @in_float32
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: ConvKernel, state: WindowState | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, WindowState]:
-        """Outputs of new tokens, and the last keys with the pool of all earlier ones."""
-        same_width(self, k, v)
-        return advanced(q, k, v, conv_band(*w), state, strict=False, key_mask=key_mask)
+    def band(self, w: ConvKernel, length: int, state: WindowState | None = None) -> Tensor:
+        """The kernel, at every position."""
+        return conv_band(*widen(w))

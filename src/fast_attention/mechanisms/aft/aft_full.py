@@ -8,7 +8,7 @@ for keys that never rise far above the first (``one_scale_is_enough``); others t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -71,15 +71,15 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, a
     return "" if fits else "causal, and keys or biases lie too far apart for one log scale"
 
 
-def _path(*tensors: Tensor, is_causal: bool, **settings: Any) -> str:
-    return "triangles of products by halving" if is_causal else "products of all pairs"
-
-
 _FAST = Fast(
     _in_rows, None, serves=_serves, path="products of chunks of queries with all that they see",
     why="every pair has a bias", sizes=lambda *tensors, **settings: {"rows": ROWS},
 )  # fmt: skip
-full = Operation(products, cpu=_FAST, cuda=_FAST, empty=like_queries, path=_path)
+full = Operation(
+    products, cpu=_FAST, cuda=_FAST, empty=like_queries,
+    path=lambda *tensors, is_causal, **settings:
+        "triangles of products by halving" if is_causal else "products of all pairs",
+)  # fmt: skip
 
 
 @in_float32

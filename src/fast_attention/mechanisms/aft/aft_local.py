@@ -11,6 +11,7 @@ and each head is a group where they do not, with one row of biases for all posit
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -270,39 +271,54 @@ class WindowState(NamedTuple):
     position: Int[Tensor, ""]  # tokens so far
 
 
-def advanced(
-    q: Tensor, k: Tensor, v: Tensor, band: Tensor, state: WindowState | None, *, strict: bool, key_mask: Tensor | None
-) -> tuple[Tensor, WindowState]:
-    """The outputs of N new tokens after ``state``, and the state after them; ``band`` (heads or 1, N or 1, taps)."""
-    window, length = band.shape[-1] // 2 + 1, k.shape[-2]
-    scores, values_and_ones = reference.terms(k, v, key_mask)
-    if state is None:
-        start = (0, 0, window, 0)
-        scores, values_and_ones = F.pad(scores, start, value=FLOOR), F.pad(values_and_ones, start)
-        position = torch.zeros((), dtype=torch.long, device=k.device)
-    else:
-        scores, values_and_ones = (
-            torch.cat([state.scores, scores], -2),
-            torch.cat([state.values_and_ones, values_and_ones], -2),
-        )
-        position = state.position
-    if not symbolic() and length == 1:
-        trace.record("one token against its window", "decoding token by token", window=window)
-        biases, first = (band[..., :window], 1) if strict else (F.pad(band[..., :window], (1, 0)), 0)
-        sums = reference.pooled(scores[..., first:, :] + biases.mT, values_and_ones[..., first:, :]).sums
-    else:
-        if band.shape[-2] > 1:
-            band = F.pad(band, (0, 0, window, 0))
-        sums = reference_biased.windowed(band, scores, values_and_ones, is_causal=True, strict=strict)[..., window:, :]
-    past = reference.pooled(scores[..., : length + 1, :], values_and_ones[..., : length + 1, :])
-    scores, values_and_ones = reference.prepended(
-        past, scores[..., length + 1 :, :], values_and_ones[..., length + 1 :, :]
-    )
-    return q.sigmoid() * reference.mean(sums, v.shape[-1]), WindowState(scores, values_and_ones, position + length)
+class Banded(Attention[Any, WindowState]):
+    """AFT with biases for nearby pairs of positions; keys further away are seen with bias 0, or not if ``strict``."""
+
+    strict = False
+
+    @abstractmethod
+    def band(self, w: Any, length: int, state: WindowState | None = None) -> Tensor:
+        """The biases (heads or 1, length or 1, taps) of so many tokens behind a state."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """``aft_local`` with the learned biases."""
+        same_width(self, k, v)
+        band = self.band(w, k.shape[-2])
+        return aft_local(q, k, v, band, strict=self.strict, is_causal=is_causal, key_mask=key_mask)
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: WindowState | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, WindowState]:
+        """Outputs of new tokens, and the last keys with the pool of all earlier ones."""
+        same_width(self, k, v)
+        length, band = k.shape[-2], self.band(w, k.shape[-2], state)
+        window = band.shape[-1] // 2 + 1
+        scores, values_and_ones = reference.terms(k, v, key_mask)
+        if state is None:
+            start = (0, 0, window, 0)
+            scores, values_and_ones = F.pad(scores, start, value=FLOOR), F.pad(values_and_ones, start)
+            position = torch.zeros((), dtype=torch.long, device=k.device)
+        else:
+            pairs, position = zip(state, (scores, values_and_ones), strict=False), state.position
+            scores, values_and_ones = (torch.cat(pair, -2) for pair in pairs)
+        if not symbolic() and length == 1:
+            trace.record("one token against its window", "decoding token by token", window=window)
+            biases, first = (band[..., :window], 1) if self.strict else (F.pad(band[..., :window], (1, 0)), 0)
+            sums = reference.pooled(scores[..., first:, :] + biases.mT, values_and_ones[..., first:, :]).sums
+        else:
+            if band.shape[-2] > 1:
+                band = F.pad(band, (0, 0, window, 0))
+            sums = reference_biased.windowed(band, scores, values_and_ones, is_causal=True, strict=self.strict)
+            sums = sums[..., window:, :]
+        past = reference.pooled(scores[..., : length + 1, :], values_and_ones[..., : length + 1, :])
+        scores, values_and_ones = (x[..., length + 1 :, :] for x in (scores, values_and_ones))
+        scores, values_and_ones = reference.prepended(past, scores, values_and_ones)
+        return q.sigmoid() * reference.mean(sums, v.shape[-1]), WindowState(scores, values_and_ones, position + length)
 
 
 @dataclass(frozen=True, repr=False)
-class AFTLocal(Attention[Band, WindowState]):
+class AFTLocal(Banded):
     """AFT with learned biases for nearby pairs of positions; keys further away are seen with bias 0.
 
     Keys, queries and values must have the same width.
@@ -340,20 +356,8 @@ class AFTLocal(Attention[Band, WindowState]):
     def heads_of(self, w: Band) -> None:
         """None: the biases are those of all heads, however many."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Band, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """``aft_local`` with the learned bias."""
-        same_width(self, k, v)
-        self.within(k.shape[-2], w.band.shape[0])
-        band = narrow(w.band, k.shape[-2], axis=0)[None]
-        return aft_local(q, k, v, band, strict=self.strict, is_causal=is_causal, key_mask=key_mask)
-
-    @in_float32
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Band, state: WindowState | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, WindowState]:
-        """Outputs of new tokens, and the last keys with the pool of all earlier ones."""
-        same_width(self, k, v)
+    def band(self, w: Band, length: int, state: WindowState | None = None) -> Tensor:
+        """The rows of the tokens' positions."""
         start = 0 if state is None else int(state.position)
-        self.within(start + k.shape[-2], w.band.shape[0])
-        band = narrow(w.band, k.shape[-2], axis=0, start=start)[None]
-        return advanced(q, k, v, band, state, strict=self.strict, key_mask=key_mask)
+        self.within(start + length, w.band.shape[0])
+        return narrow(w.band, length, axis=0, start=start)[None]

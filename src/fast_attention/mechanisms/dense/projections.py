@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fast_attention.mechanism import Shape
 from fast_attention.mechanisms.dense import reference
-from fast_attention.value import Value, one_of
+from fast_attention.value import Value
 
 __all__ = ["Convolution", "LearnedProjection", "MaxPool", "MeanPool", "Projection"]
 
@@ -57,9 +57,6 @@ class LearnedProjection(Projection):
     sharing: Sharing = "none"
     learned = True
 
-    def __post_init__(self) -> None:
-        one_of(self, "sharing", self.sharing, Sharing)
-
     def weights(self, shape: Shape, rank: int) -> Projections:
         """E and F, with a head axis only where heads differ."""
         size = (shape.heads, rank, shape.max_len) if self.sharing == "none" else (rank, shape.max_len)
@@ -80,22 +77,19 @@ class MeanPool(Projection):
     """The mean of neighbouring tokens: ``rank`` slots over the tokens at hand, nothing to learn, any length."""
 
     learned = False
+    pool = staticmethod(reference.pool_mean)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], rank: int, key_mask: Tensor | None) -> Tensor:
-        """Attend to means."""
-        return reference.pooled_attention(q, k, v, rank=rank, pool=reference.pool_mean, key_mask=key_mask)
+        """Attend to pools."""
+        return reference.pooled_attention(q, k, v, rank=rank, pool=self.pool, key_mask=key_mask)
 
 
 @dataclass(frozen=True, repr=False)
-class MaxPool(Projection):
+class MaxPool(MeanPool):
     """The maximum of neighbouring tokens, channel by channel: as ``MeanPool`` otherwise."""
 
-    learned = False
     linear = False
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], rank: int, key_mask: Tensor | None) -> Tensor:
-        """Attend to maxima."""
-        return reference.pooled_attention(q, k, v, rank=rank, pool=reference.pool_max, key_mask=key_mask)
+    pool = staticmethod(reference.pool_max)
 
 
 @dataclass(frozen=True, repr=False)

@@ -25,7 +25,7 @@ from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.rows import Rectified
 from fast_attention.mechanisms.dense.scores import Scores
 from fast_attention.traits import SCORES
-from fast_attention.value import at_least, one_of
+from fast_attention.value import at_least
 
 Power = Literal[1, 2]
 Norm = Literal["sum", "length", "none"]
@@ -194,8 +194,6 @@ class ReLUAttention(MaskedAttention[tuple[()], KVCache]):
     )
 
     def __post_init__(self) -> None:
-        one_of(self, "norm", self.norm, Norm)
-        one_of(self, "power", self.power, Power)
         at_least(self, "eps", self.eps, 0.0)
 
     def attend_masked(

@@ -55,30 +55,20 @@ def attend(
     )
 
 
-def _like_scores(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
-    return v.new_empty(*v.shape[:-2], Scores(*parts).length(), v.shape[-1])
-
-
 def all_scores(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
     """``synthesizer_attention`` for scores in summands."""
     return synthesizer_attention(v, Scores(*parts).whole(v.shape[-2]), is_causal=is_causal, key_mask=key_mask)
 
 
-def _by_rows(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
-    return rows.attend(v, Scores(*parts), is_causal=is_causal, key_mask=key_mask)
-
-
-def _few(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> str:
-    return rows.few(v, Scores(*parts).length())
-
-
 _in_blocks = Operation(
     all_scores,
-    cpu=Fast(_by_rows, None, serves=_few),
-    empty=_like_scores,
-    path="all scores at once",
-    sizes=lambda v, *others, **settings: {"keys": v.shape[-2]},
-)
+    cpu=Fast(
+        lambda v, key_mask, *parts, is_causal: rows.attend(v, Scores(*parts), is_causal=is_causal, key_mask=key_mask),
+        None, serves=lambda v, key_mask, *parts, **settings: rows.few(v, Scores(*parts).length()),
+    ),
+    empty=lambda v, key_mask, *parts, **settings: v.new_empty(*v.shape[:-2], Scores(*parts).length(), v.shape[-1]),
+    path="all scores at once", sizes=lambda v, *others, **settings: {"keys": v.shape[-2]},
+)  # fmt: skip
 
 
 class Layer(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from fast_attention.engine.heads import by_head
 from fast_attention.mechanism import Attention, Mixer, Shape, Traits
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.traits import PARTS
-from fast_attention.value import at_least, one_of
+from fast_attention.value import at_least
 
 Adapts = Literal["qkv", "qk", "kv", "qv", "q", "k", "v"]
 
@@ -71,7 +71,6 @@ class Adapted(Attention[Deltas, Any]):
                 f"Adapted(mechanism={self.mechanism!r}): {self.mechanism!r} {takes}; give one such as Local()"
             )
         at_least(self, "rank", self.rank, 1, nothing=self.mechanism)
-        one_of(self, "adapts", self.adapts, get_args(Adapts))
         if not set(self.adapts) & set(inputs := self.mechanism.traits.inputs):
             raise ValueError(f"{self!r}: {self.mechanism!r} reads {inputs} only, so that nothing would be adapted")
 

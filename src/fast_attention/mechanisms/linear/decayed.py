@@ -21,7 +21,7 @@ from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
 from fast_attention.mechanisms.linear import gpu, kernelised, linear_state, reference, sums
 from fast_attention.mechanisms.linear.core_map import CoreMap
 from fast_attention.mechanisms.linear.linear_state import Sums
-from fast_attention.value import at_least, one_of
+from fast_attention.value import at_least
 
 
 class DecayedState(NamedTuple):
@@ -213,7 +213,6 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_map", as_feature_map(self, "feature_map", self.feature_map))
-        one_of(self, "gate", self.gate, ("fixed", "learned", "token", "channel"))
         if self.gate == "channel" and not isinstance(self.feature_map, Elementwise):
             raise ValueError(
                 f"{self!r}: channels decay by themselves under an elementwise map only, such as Identity()"

@@ -21,7 +21,7 @@ from fast_attention.mechanisms.linear import linear_state, reference
 from fast_attention.mechanisms.linear.kernelised import TRAITS, CoreMap, Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums
 from fast_attention.traits import PLAIN
-from fast_attention.value import at_least, one_of
+from fast_attention.value import at_least
 
 
 def favor_attention(
@@ -112,7 +112,6 @@ class Favor(Kernelised[TrigonometricWeights]):
 
     def __post_init__(self) -> None:
         at_least(self, "num_features", self.num_features, 1)
-        one_of(self, "features", self.features, ("sincos", "phase"))
         if self.clamp is not None:
             at_least(self, "clamp", self.clamp, 0.0)
 

@@ -15,7 +15,7 @@ from fast_attention.feature_maps.random_features import draw, generalised
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import sums
 from fast_attention.mechanisms.linear.kernelised import TRAITS, CoreMap, Kernelised, Map
-from fast_attention.value import at_least, one_of
+from fast_attention.value import at_least
 
 
 def favor_plus_attention(
@@ -107,7 +107,6 @@ class FavorPlus(Kernelised[Projection]):
 
     def __post_init__(self) -> None:
         at_least(self, "num_features", self.num_features, 1)
-        one_of(self, "features", self.features, ("positive", "hyperbolic"))
         at_least(self, "kernel_epsilon", self.kernel_epsilon, 0.0)
         if self.kernel is not None:
             object.__setattr__(self, "kernel", as_feature_map(self, "kernel", self.kernel))

@@ -26,7 +26,7 @@ from fast_attention.mechanisms.log_manhattan import reference
 from fast_attention.mechanisms.log_manhattan.reference import KeySums
 from fast_attention.mechanisms.log_manhattan.sums import Maps, score_attention
 from fast_attention.traits import KERNELS, SUMS
-from fast_attention.value import at_least, one_of
+from fast_attention.value import at_least
 
 Score = Literal["channel", "sum", "logdot"]
 Normalize = Literal["sum", "softmax", "none"]
@@ -95,8 +95,6 @@ class LogAttention(Attention[tuple[()], States]):
     unordered = True
 
     def __post_init__(self) -> None:
-        one_of(self, "score", self.score, Score)
-        one_of(self, "normalize", self.normalize, Normalize)
         if not isinstance(self.feature_map, Positive):
             raise ValueError(f"{self!r}: feature_map must be a positive map such as PositiveSoftplus()")
         if self.score == "logdot" and self.normalize != "softmax":

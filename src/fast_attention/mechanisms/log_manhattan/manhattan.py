@@ -1,8 +1,6 @@
 """Manhattan attention (Jiang and Zuo, "Fast Attention", Eqs. 11-12): values weighed by differences of log keys.
 
-The sums over pairs of tokens inside Manhattan attention, weighed by how far their log keys lie apart.
-
-Jiang and Zuo, "Fast Attention", Eqs. 11-12. With h(k) > 0 and ``l = log h(k)``, channel by channel or 1 wide.
+With h(k) > 0 and ``l = log h(k)``, channel by channel or 1 wide; also the sums over pairs of tokens alone.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from fast_attention.mechanisms.log_manhattan.reference import Differences
 from fast_attention.mechanisms.log_manhattan.sorting import Distance, PastKeys, appended, pair_sums
 from fast_attention.mechanisms.log_manhattan.sums import Maps, score_attention
 from fast_attention.traits import SUMS
-from fast_attention.value import at_least, one_of
+from fast_attention.value import at_least
 
 Normalize = Literal["mean", "none", "l1"]
 Reference = Literal["self", "first"]
@@ -42,8 +40,8 @@ def manhattan_attention(
     normalize: Normalize = "mean",
     reference: Reference = "self",
     feature_map: Positive = PositiveSoftplus(),  # noqa: B008
-    query_dim: Literal[0, 1] | None = 0,
-    key_dim: Literal[1] | None = None,
+    query_dim: Literal[0, 1, None] = 0,
+    key_dim: Literal[1, None] = None,
     temperature: float = 1.0,
     is_causal: bool = False,
     key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
@@ -100,15 +98,11 @@ class Manhattan(Attention[tuple[()], States]):
     normalize: Normalize = "mean"
     reference: Reference = "self"
     feature_map: Positive = PositiveSoftplus()  # noqa: RUF009
-    query_dim: Literal[0, 1] | None = 0
-    key_dim: Literal[1] | None = None
+    query_dim: Literal[0, 1, None] = 0
+    key_dim: Literal[1, None] = None
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for setting, choices in (("distance", Distance), ("normalize", Normalize), ("reference", Reference)):
-            one_of(self, setting, getattr(self, setting), choices)
-        one_of(self, "query_dim", self.query_dim, (0, 1, None))
-        one_of(self, "key_dim", self.key_dim, (1, None))
         if not isinstance(self.feature_map, Positive):
             raise ValueError(f"{self!r}: feature_map must be a positive map such as PositiveSoftplus()")
         if self.reference == "first" and not self._linear:

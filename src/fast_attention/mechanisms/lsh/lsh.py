@@ -26,7 +26,7 @@ from fast_attention.mechanisms.lsh import gpu
 from fast_attention.mechanisms.lsh.compiled import buckets, hashed_attention
 from fast_attention.mechanisms.lsh.reference import SHORTEST, Rules, Tokens, ranks
 from fast_attention.traits import SORTED
-from fast_attention.value import at_least, one_of
+from fast_attention.value import at_least
 
 Layout = Literal["ranked", "sorted"]
 
@@ -251,7 +251,6 @@ class LSH(Attention[Rotations, HashMemory]):
         """Check the settings."""
         at_least(self, "num_hashes", self.num_hashes, 1)
         at_least(self, "bucket_size", self.bucket_size, 1)
-        one_of(self, "layout", self.layout, Layout)
         sizes = _sizes(self.num_buckets)
         if not sizes or any(size < 2 or size % 2 for size in sizes):
             raise ValueError(

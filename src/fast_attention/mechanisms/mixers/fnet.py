@@ -12,7 +12,6 @@ from torch import Tensor
 from fast_attention.engine.operation import Fast, Operation
 from fast_attention.mechanism import Mixer, Traits
 from fast_attention.traits import FOURIER
-from fast_attention.value import one_of
 
 Norm = Literal["backward", "ortho"]
 
@@ -83,9 +82,6 @@ class FNet(Mixer[tuple[()], tuple[()]]):
         inputs="x",
         matrix=False,
     )
-
-    def __post_init__(self) -> None:
-        one_of(self, "norm", self.norm, Norm)
 
     def mix(self, x: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Transform channels and tokens."""

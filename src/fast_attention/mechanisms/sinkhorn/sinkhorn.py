@@ -5,7 +5,7 @@ Sorted keys and values stand behind the keys and values themselves, so that a bl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -303,17 +303,14 @@ class SortCut(_Sorting):
 
     budget: int = 2
 
-    traits = Traits(
-        paper="Tay et al. 2020, arXiv 2002.11296",
+    traits = replace(
+        Sinkhorn.traits,
         formula="softmax(q (S K)_cut^T / sqrt(d)) (S V)_cut, S = sinkhorn(sum(K) P)",
         cost="n c b d + n^2 / b^2",
-        complexity_exponent=2.0,
         gpu=FUSED,
-        padding=True,
+        causal=False,
         cross=True,
-        positions="absolute",
-        needs_max_len=True,
-        learned=True,
+        memory=None,
     )
 
     def __post_init__(self) -> None:
