@@ -101,13 +101,18 @@ def blockwise_softmax(
     *,
     dropout: float = 0.0,
     scale: float | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
+    has_bias: bool = False,
 ) -> Float[Tensor, "*batch blocks rows values"]:
     """Softmax attention of every block of queries over its own keys; a query that sees nothing gets zeros.
 
-    The blocks stand where the fused kernels expect heads. A ``mask`` without leading axes is shared by all of them.
+    The blocks stand where the fused kernels expect heads. A ``mask`` without leading axes is shared by all of them; one
+    that ``has_bias`` holds numbers that may want a gradient.
     """
-    if exporting():  # the fused kernels ask how strides compare, and ONNX's take four axes
-        return open_attention(q, k, v, mask, dropout=dropout, scale=scale)
+    if exporting() or sinks is not None or (has_bias and not operation.on_gpu(q)):
+        # the fused kernels ask how strides compare, and ONNX's take four axes
+        sinks = None if sinks is None else sinks[:, None]
+        return open_attention(q, k, v, mask, dropout=dropout, scale=scale, sinks=sinks)
     batch_shape = q.shape[:-3]
     if not batch_shape:
         return blockwise_softmax(q[None], k[None], v[None], mask, dropout=dropout, scale=scale)[0]

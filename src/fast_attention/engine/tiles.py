@@ -130,11 +130,12 @@ def _plan(row: Tensor, end: Tensor, first: Tensor, last: Tensor, *, low: int, hi
 
 
 def chosen(
-    table: Int[Tensor, "batch heads blocks choices"], keys: int, *, size: int, is_causal: bool, start: int, stop: int
-) -> Plan:
+    table: Int[Tensor, "batch heads blocks choices"], keys: int, full: Int[Tensor, "batch heads 1 ids"] | None = None,
+    *, size: int, is_causal: bool,
+) -> Plan:  # fmt: skip
     """The plan of blocks of ``size`` queries that see the blocks of keys that a table names; -1 names none.
 
-    A block named twice counts once. Blocks of queries before ``start`` and from ``stop`` on see all keys.
+    A block named twice counts once. The blocks of queries that ``full`` names see all keys.
     """
     number = table.shape[-2]
     ordered = table.sort(-1).values
@@ -144,9 +145,9 @@ def chosen(
     if is_causal:
         alive &= ordered <= block[:, None]
     first, end = ordered * size, ((ordered + 1) * size).clamp(max=keys)
-    if start > 0 or stop < number:
-        sees_all = (block < start) | (block >= stop)
-        alive = alive & ~sees_all[:, None]
+    if full is not None:
+        sees_all = (block[:, None] == full).any(-1)
+        alive = alive & ~sees_all[..., None]
         alive[..., 0] |= sees_all
         first[..., 0].masked_fill_(sees_all, 0)
         end[..., 0].masked_fill_(sees_all, keys)

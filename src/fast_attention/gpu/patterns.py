@@ -69,12 +69,14 @@ def positions(q: Tensor, k: Tensor) -> Tensor:
     return torch.arange(k.shape[-2] - q.shape[-2], k.shape[-2], device=q.device)
 
 
-def chosen(q: Tensor, table: Tensor, *, size: int, is_causal: bool, start: int, stop: int) -> Pattern:
-    """Blocks of queries see the blocks of keys that a table (..., blocks, choices) names; the ends see everything."""
+def chosen(q: Tensor, table: Tensor, full: Tensor | None, *, size: int, is_causal: bool) -> Pattern:
+    """Blocks of queries see the blocks of keys that a table (..., blocks, choices) names; those of ``full``, all."""
     number, length = table.shape[-2], q.shape[-2]
     table = table.expand(*q.shape[:-2], *table.shape[-2:]).flatten(0, -3)
     visible = torch.zeros(len(table), number, number + 1, dtype=torch.bool, device=q.device)
     visible.scatter_(-1, torch.where(table < 0, number, table), True)
     visible = visible[..., :-1]
-    visible[:, :start], visible[:, stop:] = True, True
+    if full is not None:
+        full = full.expand(*q.shape[:-2], *full.shape[-2:]).flatten(0, -3)
+        visible = visible | (torch.arange(number, device=q.device)[:, None] == full).any(-1, keepdim=True)
     return flex.tables(visible, size, length, is_causal=is_causal)
