@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,15 @@ from fast_attention.gpu.flex import Pattern
 CAUSAL = -1  # in place of how many blocks behind its own a query sees: none of its own behind it
 
 
-def against(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, logged: bool = False) -> str:
-    """Why FlexAttention does not compute this call, ``logged``: with its normalisers; empty where it does."""
+def against(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: Tensor | None, logged: bool = False, **others: Any
+) -> str:  # fmt: skip
+    """Why FlexAttention does not compute this call, ``logged``: with its normalisers; empty where it does.
+
+    ``added``: what adds to scores or normalisers.
+    """
+    if any(x is not None for x in added):
+        return "positions or sinks add to the scores"
     if why := flex.unsupported_reason(q, k, v):
         return why
     case = self_check.flex_logs() if logged else self_check.flex_attention()

@@ -144,13 +144,6 @@ def _plan(q: Tensor, k: Tensor, *, left: int, right: int, size: int, is_causal: 
     return tiles.blocks(length, keys, size, left, right, is_causal)
 
 
-def _serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: Tensor | None, **settings: Any) -> str:
-    """Why FlexAttention does not compute a call."""
-    if any(x is not None for x in added):
-        return "positions or sinks add to the scores"
-    return patterns.against(q, k, v, key_mask)
-
-
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: None, left: int, right: int, size: int,
     is_causal: bool, scale: float, first: int,
@@ -167,6 +160,6 @@ _banded = tiles.operation(
     _plan,
     path="softmax in blocks",
     why="only keys near a block of queries are seen",
-    cuda=Fast(_flex, None, serves=_serves),
+    cuda=Fast(_flex, None, serves=patterns.against),
     empty=like_queries,
 )

@@ -112,9 +112,7 @@ def _serves(
     sinks: Tensor | None, table: Tensor, full: Tensor | None, *, size: int, **settings: Any,
 ) -> str:  # fmt: skip
     """Why FlexAttention does not compute a call."""
-    if numbers is not None or sinks is not None:
-        return "positions or sinks add to the scores"
-    return f"blocks of {size} tokens" if flex.SIZE % size else patterns.against(q, k, v, key_mask)
+    return f"blocks of {size} tokens" if flex.SIZE % size else patterns.against(q, k, v, key_mask, numbers, sinks)
 
 
 def _flex(
