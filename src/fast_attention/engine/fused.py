@@ -141,10 +141,6 @@ def takes_flash(
     return torch.ops.aten._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=scale) == _FLASH
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float | None) -> Tensor:
-    return open_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
-
-
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, keep: bool, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -164,4 +160,4 @@ def flash_backward(
     return *kernel(gradient[0], q, k, v, outputs[0], saved[0], 0.0, is_causal, attn_mask=mask, scale=scale), None
 
 
-_differentiable = Operation(_plain, cpu=Fast(flash_forward, flash_backward, always=True))
+_differentiable = Operation(open_attention, cpu=Fast(flash_forward, flash_backward, always=True))

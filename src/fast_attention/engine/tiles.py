@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from fast_attention import core
-from fast_attention.engine import masks, trace
+from fast_attention.engine import masks, offsets, trace
+from fast_attention.engine.offsets import Terms
 from fast_attention.engine.operation import HALVES_AND_SINGLE, Fast, Operation, Tensors, unsupported_reason
 from fast_attention.engine.precision import in_float32
 
@@ -303,11 +304,9 @@ def _dense(plans: Plans, tensors: tuple[Any, ...], settings: dict[str, Any]) -> 
     if numbers is not None:
         place = torch.arange(keys) - torch.arange(length)[:, None] - first
         inside = (place >= 0) & (place < numbers.shape[1])
-        place = place.clamp(0, numbers.shape[1] - 1)
-        scores = scores + numbers[:, place] * inside
-        if vectors is not None:
-            products = q @ vectors.mT * scale
-            scores = scores + products.gather(-1, place.expand(*products.shape[:2], -1, -1)) * inside
+        place = place.clamp(0, numbers.shape[1] - 1).expand(len(numbers), 1, length, keys)
+        terms = Terms(numbers, vectors)
+        scores = scores + offsets.gathered(q[..., None, :, :], terms, place, scale=scale)[..., 0, :, :] * inside
     weights = masks.masked_softmax(scores + counts.clamp(min=1).to(scores).log(), visible, sinks)
     if dropout:
         keep = keeps(seed, q.shape[0] * q.shape[1], length, keys, dropout).view(scores.shape)
