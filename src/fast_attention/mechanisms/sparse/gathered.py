@@ -49,7 +49,8 @@ def blocks_of_table(
 ) -> Tensor:  # fmt: skip
     """Softmax attention over the blocks of keys that a table names; the reference of ``gathered_softmax``."""
     blocks, inside = split(q, size), torch.arange(size, device=q.device)
-    block = torch.arange(blocks.shape[-3], device=q.device)
+    number = table.shape[-2]
+    block = torch.arange(number, device=q.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         """Outputs of blocks of queries, which stand at ``queries``, over keys of their own at ``keys``."""
@@ -63,7 +64,7 @@ def blocks_of_table(
         return blockwise_softmax(q, k, v, mask, scale=scale, sinks=sinks, has_bias=numbers is not None)
 
     chosen = table.clamp(min=0)
-    visible = split_mask(key_mask, size).expand(*table.shape[:-2], len(block), size)[..., None]
+    visible = split_mask(key_mask, size).expand(*table.shape[:-2], number, size)[..., None]
     mask = (first_named(table)[..., None] & take(visible, chosen)[..., 0]).flatten(-2)
     keys, values = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
     position = (table[..., None] * size + inside).flatten(-2)
