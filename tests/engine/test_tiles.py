@@ -73,10 +73,10 @@ def test_plans_of_chosen_blocks(length: int, size: int) -> None:
     table[0, 1, number // 2] = -1
     block, key = torch.arange(length) // size, torch.arange(length)
     named = (table[:, :, block, :, None] == block).any(-2)
-    for is_causal, start, stop in ((False, 0, number), (True, 0, number), (False, 1, max(number - 1, 1))):
-        ends = (block < start) | (block >= stop)
+    for is_causal, full in ((False, None), (True, None), (False, torch.tensor([[[[0, number - 1, -1]]]]))):
+        ends = torch.zeros(length, dtype=torch.bool) if full is None else (block == 0) | (block == number - 1)
         seen = (named | ends[:, None]) & ((key <= key[:, None]) if is_causal else torch.tensor(True))
-        sees(tiles.chosen(table.clone(), length, size=size, is_causal=is_causal, start=start, stop=stop), seen)
+        sees(tiles.chosen(table.clone(), length, full, size=size, is_causal=is_causal), seen)
 
 
 GRIDS = [
@@ -156,7 +156,7 @@ def sliding(q: Tensor, k: Tensor, *, left: int, right: int) -> Plan:
 
 
 def named(q: Tensor, k: Tensor, table: Tensor, *, size: int) -> Plan:
-    return tiles.chosen(table.clone(), k.shape[-2], size=size, is_causal=False, start=0, stop=table.shape[-2])
+    return tiles.chosen(table.clone(), k.shape[-2], size=size, is_causal=False)
 
 
 def tensors(

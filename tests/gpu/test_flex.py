@@ -82,10 +82,10 @@ def test_tables_of_blocks(size: int, is_causal: bool) -> None:
     q = torch.empty(2, 1, length, 16)
     at = torch.arange(length) // size
     expected = torch.stack([(table[h, 0, at, :, None] == at).any(1) for h in range(2)])
-    expected[:, :size] = True
+    expected[:, :size], full = True, torch.zeros(1, 1, 1, 1, dtype=torch.long)
     if is_causal:
         expected = expected.tril()
-    found = dense(patterns.chosen(q, table, size=size, is_causal=is_causal, start=1, stop=number), length, length)
+    found = dense(patterns.chosen(q, table, full, size=size, is_causal=is_causal), length, length)
     assert torch.equal(found, expected)
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine.blocks import join, split
 from fast_attention.engine.numerics import at_most
+from fast_attention.engine.scan import shifted
 from fast_attention.engine.tracing import exporting, symbolic
 
 STEPS = 16  # tokens per block of ``decayed_sums``, walked one by one
@@ -51,7 +52,7 @@ def _decayed(
     log_scale = split(log_scale, size)
     blocks, ends = inside(split(x, size), log_scale), log_scale[..., -1, :]
     totals = _decayed(blocks[..., -1, :], ends, size, inside, rounds and rounds - 1)
-    before, log_scale_before = _shifted(totals)[..., None, :], _shifted(ends)[..., None, :]
+    before, log_scale_before = shifted(totals)[..., None, :], shifted(ends)[..., None, :]
     decay = spread(_decay(log_scale_before, log_scale), x.shape[-1]).to(x.dtype)
     return join(blocks + decay * before, length)
 
@@ -116,8 +117,3 @@ def sums_before(
 def _decay(earlier: Tensor, later: Tensor) -> Tensor:
     # the padding behind the last token falls back to 0: nobody reads it, but it must not overflow
     return at_most(earlier - later, 0.0).exp()
-
-
-def _shifted(x: Tensor) -> Tensor:
-    """Row t - 1 in place of row t, zeros in front."""
-    return F.pad(x, (0, 0, 1, 0))[..., :-1, :]

@@ -101,13 +101,18 @@ def blockwise_softmax(
     *,
     dropout: float = 0.0,
     scale: float | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
+    has_bias: bool = False,
 ) -> Float[Tensor, "*batch blocks rows values"]:
     """Softmax attention of every block of queries over its own keys; a query that sees nothing gets zeros.
 
-    The blocks stand where the fused kernels expect heads. A ``mask`` without leading axes is shared by all of them.
+    The blocks stand where the fused kernels expect heads. A ``mask`` without leading axes is shared by all of them; one
+    that ``has_bias`` holds numbers that may want a gradient.
     """
-    if exporting():  # the fused kernels ask how strides compare, and ONNX's take four axes
-        return open_attention(q, k, v, mask, dropout=dropout, scale=scale)
+    if exporting() or sinks is not None or (has_bias and not operation.on_gpu(q)):
+        # the fused kernels ask how strides compare, and ONNX's take four axes
+        sinks = None if sinks is None else sinks[:, None]
+        return open_attention(q, k, v, mask, dropout=dropout, scale=scale, sinks=sinks)
     batch_shape = q.shape[:-3]
     if not batch_shape:
         return blockwise_softmax(q[None], k[None], v[None], mask, dropout=dropout, scale=scale)[0]
@@ -136,10 +141,6 @@ def takes_flash(
     return torch.ops.aten._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=scale) == _FLASH
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float | None) -> Tensor:
-    return open_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
-
-
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, keep: bool, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -159,4 +160,4 @@ def flash_backward(
     return *kernel(gradient[0], q, k, v, outputs[0], saved[0], 0.0, is_causal, attn_mask=mask, scale=scale), None
 
 
-_differentiable = Operation(_plain, cpu=Fast(flash_forward, flash_backward, always=True))
+_differentiable = Operation(open_attention, cpu=Fast(flash_forward, flash_backward, always=True))

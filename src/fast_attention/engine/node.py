@@ -12,7 +12,6 @@ all that it reads of the compiler's is still passed, at the same place.
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -27,15 +26,26 @@ FORM = 5  # of nodes: graphs that torch keeps on disk have it in their names, an
 WANTED = 2  # in place of 1 for a tensor that is present
 ARGUMENTS = "Tensor[] tensors, int[] present, str names, SymInt[] sizes, float[] factors"
 
+Results = Callable[..., list[Tensor]]
 
-class Node(ABC):
-    """An operation of tensors, which may be None or want a gradient, and of numbers with names."""
 
-    def __init__(self, name: str) -> None:
+class Node:
+    """An operation of tensors, which may be None or want a gradient, and of numbers with names.
+
+    Args:
+        name: Of the node.
+        outputs: How many of the first results are outputs (-1: all but the last); the backward pass needs the others.
+        sizes: ``(tensors, present, *numbers) -> results``, uninitialised: a compiler asks for sizes.
+        forward: The same with its results.
+        backward: ``(gradients, returned, tensors, present, *numbers)`` -> gradients of the tensors that want one.
+    """
+
+    def __init__(self, name: str, outputs: int, sizes: Results, forward: Results, backward: Results) -> None:
+        self._outputs = outputs
         name, custom = f"fast_attention::{name}_{FORM}", library.custom_op
         schema = f"(Tensor[] gradients, Tensor[] returned, {ARGUMENTS}) -> Tensor[]"
-        backward = custom(f"{name}_backward", self.backward, mutates_args=(), schema=schema)
-        backward.register_fake(lambda gradients, returned, tensors, present, *numbers: [
+        of_gradients = custom(f"{name}_backward", backward, mutates_args=(), schema=schema)
+        of_gradients.register_fake(lambda gradients, returned, tensors, present, *numbers: [
             x.new_empty(x.shape) for x, one in zip(tensors, wanted(present), strict=True) if one
         ])  # fmt: skip
 
@@ -52,32 +62,16 @@ class Node(ABC):
             present = [1 + next(following) if given else 0 for given in present]
             saved = list(ctx.saved_tensors)
             tensors, returned = saved[: len(needed)], saved[len(needed) :]
-            found = iter(backward(self.visible(gradients), returned, tensors, present, *numbers))
+            found = iter(of_gradients(gradients[: self._outputs], returned, tensors, present, *numbers))
             return [next(found) if one else None for one in needed], *none
 
-        self.operation = custom(name, self.forward, mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor[]")
-        self.operation.register_fake(self.sizes)
+        self.operation = custom(name, forward, mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor[]")
+        self.operation.register_fake(sizes)
         self.operation.register_autograd(vjp, setup_context=save)
-
-    @abstractmethod
-    def visible(self, results: list[Tensor]) -> list[Tensor]:
-        """Outputs among the results, without what the backward pass alone needs."""
-
-    @abstractmethod
-    def sizes(self, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:
-        """Uninitialised results: a compiler asks for sizes."""
-
-    @abstractmethod
-    def forward(self, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:
-        """Outputs, and what the backward pass needs."""
-
-    @abstractmethod
-    def backward(self, gradients: Any, returned: Any, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:
-        """The gradients of the tensors that want one."""
 
     def __call__(self, tensors: tuple[Tensor | None, ...], settings: dict[str, Any]) -> Any:
         """The outputs, in a compiler's code."""
-        outputs = self.visible(self.operation(*arguments(tensors, settings)))
+        outputs = self.operation(*arguments(tensors, settings))[: self._outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
@@ -133,23 +127,19 @@ class Stateless(Node):
         self, forward: Callable[..., Any], backward: Callable[..., Any] | None, like: Callable[..., Any], outputs: int,
         name: str,
     ) -> None:  # fmt: skip
-        self._passes, self._like, self._outputs = (forward, backward), like, outputs
-        super().__init__(name)
+        self._passes, self._like = (forward, backward), like
+        super().__init__(name, outputs, self._sizes, self._forward, self._backward)
 
-    def visible(self, results: list[Tensor]) -> list[Tensor]:  # noqa: D102
-        return results[: self._outputs]
-
-    def sizes(self, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:  # noqa: D102
+    def _sizes(self, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:
         return self._results(self._like, tensors, present, numbers)
 
-    def forward(self, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:  # noqa: D102
+    def _forward(self, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:
         return self._results(self._passes[0], tensors, present, numbers)
 
-    def backward(self, gradients: Any, returned: Any, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:  # noqa: D102
+    def _backward(self, gradients: Any, returned: Any, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:
         assert self._passes[1] is not None
         leaves = [x.detach().requires_grad_(one) for x, one in zip(tensors, wanted(present), strict=True)]
-        saved = returned[self._outputs :]
-        given = with_none(leaves, present), self.visible(returned), saved, gradients
+        given = with_none(leaves, present), returned[: self._outputs], returned[self._outputs :], gradients
         found = self._passes[1](*given, **restored(*numbers))
         return [x for x, one in zip(found, present, strict=True) if one == WANTED]  # type: ignore[misc]
 
@@ -212,16 +202,13 @@ class Recorded(Node):
 
     def __init__(self, operation: Callable[..., Any], empty: Callable[..., Any], name: str) -> None:
         self._run, self._empty = operation, empty
-        super().__init__(name)
+        super().__init__(name, -1, self._sizes, self._forward, self._backward)
 
-    def visible(self, results: list[Tensor]) -> list[Tensor]:  # noqa: D102
-        return results[:-1]
-
-    def sizes(self, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:  # noqa: D102
+    def _sizes(self, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:
         outputs = _outputs(self._empty, with_none(tensors, present), numbers)
         return [*outputs, tensors[0].new_empty(1, dtype=torch.int64)]
 
-    def forward(self, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:  # noqa: D102
+    def _forward(self, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:
         if not any(wanted(present)):
             with torch.autocast("cpu", enabled=False):
                 outputs = _outputs(self._run, with_none(tensors, present), numbers)
@@ -230,7 +217,7 @@ class Recorded(Node):
         returned = _unshared(ends[1], tensors)
         return [*returned, keep(ends, [*tensors, *returned])]
 
-    def backward(self, gradients: Any, returned: Any, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:  # noqa: D102
+    def _backward(self, gradients: Any, returned: Any, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:
         *outputs, number = returned
         ends = take(number, [*tensors, *outputs], wanted(present))
         leaves, outputs = ends or self._recorded(tensors, present, numbers)

@@ -38,7 +38,7 @@ def running_max(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
     if not operation.unsupported_reason(x):
         return accumulate_(x.clone(memory_format=torch.contiguous_format), combine=torch.maximum)
     inside = cummax(split(x, BLOCK))
-    before = _shifted(cummax(inside[..., -1, :]), FLOOR)
+    before = shifted(cummax(inside[..., -1, :]), FLOOR)
     return join(torch.maximum(inside, before[..., None, :]), x.shape[-2])
 
 
@@ -58,7 +58,7 @@ def _traced_max(x: Tensor, rounds: int = 2) -> Tensor:
         position = torch.arange(length, device=x.device)
         return x[..., None, :, :].masked_fill((position > position[:, None])[..., None], least).amax(-2)
     blocks = _window_max(split(x, 64), 64)
-    before = _shifted(_traced_max(blocks[..., -1, :], rounds - 1), least)
+    before = shifted(_traced_max(blocks[..., -1, :], rounds - 1), least)
     return join(torch.maximum(blocks, before[..., None, :]), length)
 
 
@@ -108,7 +108,7 @@ def _simple(x: Tensor) -> bool:
 
 def _prefix_plain(x: Tensor) -> Tensor:
     inside = split(x, BLOCK).cumsum(-2)
-    before = _shifted(inside[..., -1, :].cumsum(-2))
+    before = shifted(inside[..., -1, :].cumsum(-2))
     return join(inside + before[..., None, :], x.shape[-2])
 
 
@@ -125,6 +125,6 @@ def _prefix_backward(
 _PREFIX = Operation(_prefix_plain, cpu=Fast(_prefix_forward, _prefix_backward))
 
 
-def _shifted(x: Tensor, value: float = 0.0) -> Tensor:
+def shifted(x: Tensor, value: float = 0.0) -> Tensor:
     """Row t - 1 in place of row t, ``value`` in front."""
     return F.pad(x, (0, 0, 1, 0), value=value)[..., :-1, :]

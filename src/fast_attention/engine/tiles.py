@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from fast_attention import core
-from fast_attention.engine import masks, trace
+from fast_attention.engine import masks, offsets, trace
+from fast_attention.engine.offsets import Terms
 from fast_attention.engine.operation import HALVES_AND_SINGLE, Fast, Operation, Tensors, unsupported_reason
 from fast_attention.engine.precision import in_float32
 
@@ -130,11 +131,12 @@ def _plan(row: Tensor, end: Tensor, first: Tensor, last: Tensor, *, low: int, hi
 
 
 def chosen(
-    table: Int[Tensor, "batch heads blocks choices"], keys: int, *, size: int, is_causal: bool, start: int, stop: int
-) -> Plan:
+    table: Int[Tensor, "batch heads blocks choices"], keys: int, full: Int[Tensor, "batch heads 1 ids"] | None = None,
+    *, size: int, is_causal: bool,
+) -> Plan:  # fmt: skip
     """The plan of blocks of ``size`` queries that see the blocks of keys that a table names; -1 names none.
 
-    A block named twice counts once. Blocks of queries before ``start`` and from ``stop`` on see all keys.
+    A block named twice counts once. The blocks of queries that ``full`` names see all keys.
     """
     number = table.shape[-2]
     ordered = table.sort(-1).values
@@ -144,9 +146,9 @@ def chosen(
     if is_causal:
         alive &= ordered <= block[:, None]
     first, end = ordered * size, ((ordered + 1) * size).clamp(max=keys)
-    if start > 0 or stop < number:
-        sees_all = (block < start) | (block >= stop)
-        alive = alive & ~sees_all[:, None]
+    if full is not None:
+        sees_all = (block[:, None] == full).any(-1)
+        alive = alive & ~sees_all[..., None]
         alive[..., 0] |= sees_all
         first[..., 0].masked_fill_(sees_all, 0)
         end[..., 0].masked_fill_(sees_all, keys)
@@ -302,11 +304,9 @@ def _dense(plans: Plans, tensors: tuple[Any, ...], settings: dict[str, Any]) -> 
     if numbers is not None:
         place = torch.arange(keys) - torch.arange(length)[:, None] - first
         inside = (place >= 0) & (place < numbers.shape[1])
-        place = place.clamp(0, numbers.shape[1] - 1)
-        scores = scores + numbers[:, place] * inside
-        if vectors is not None:
-            products = q @ vectors.mT * scale
-            scores = scores + products.gather(-1, place.expand(*products.shape[:2], -1, -1)) * inside
+        place = place.clamp(0, numbers.shape[1] - 1).expand(len(numbers), 1, length, keys)
+        terms = Terms(numbers, vectors)
+        scores = scores + offsets.gathered(q[..., None, :, :], terms, place, scale=scale)[..., 0, :, :] * inside
     weights = masks.masked_softmax(scores + counts.clamp(min=1).to(scores).log(), visible, sinks)
     if dropout:
         keep = keeps(seed, q.shape[0] * q.shape[1], length, keys, dropout).view(scores.shape)

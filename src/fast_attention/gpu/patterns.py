@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,15 @@ from fast_attention.gpu.flex import Pattern
 CAUSAL = -1  # in place of how many blocks behind its own a query sees: none of its own behind it
 
 
-def against(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, logged: bool = False) -> str:
-    """Why FlexAttention does not compute this call, ``logged``: with its normalisers; empty where it does."""
+def against(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: Tensor | None, logged: bool = False, **others: Any
+) -> str:  # fmt: skip
+    """Why FlexAttention does not compute this call, ``logged``: with its normalisers; empty where it does.
+
+    ``added``: what adds to scores or normalisers.
+    """
+    if any(x is not None for x in added):
+        return "positions or sinks add to the scores"
     if why := flex.unsupported_reason(q, k, v):
         return why
     case = self_check.flex_logs() if logged else self_check.flex_attention()
@@ -69,12 +78,14 @@ def positions(q: Tensor, k: Tensor) -> Tensor:
     return torch.arange(k.shape[-2] - q.shape[-2], k.shape[-2], device=q.device)
 
 
-def chosen(q: Tensor, table: Tensor, *, size: int, is_causal: bool, start: int, stop: int) -> Pattern:
-    """Blocks of queries see the blocks of keys that a table (..., blocks, choices) names; the ends see everything."""
+def chosen(q: Tensor, table: Tensor, full: Tensor | None, *, size: int, is_causal: bool) -> Pattern:
+    """Blocks of queries see the blocks of keys that a table (..., blocks, choices) names; those of ``full``, all."""
     number, length = table.shape[-2], q.shape[-2]
     table = table.expand(*q.shape[:-2], *table.shape[-2:]).flatten(0, -3)
     visible = torch.zeros(len(table), number, number + 1, dtype=torch.bool, device=q.device)
     visible.scatter_(-1, torch.where(table < 0, number, table), True)
     visible = visible[..., :-1]
-    visible[:, :start], visible[:, stop:] = True, True
+    if full is not None:
+        full = full.expand(*q.shape[:-2], *full.shape[-2:]).flatten(0, -3)
+        visible = visible | (torch.arange(number, device=q.device)[:, None] == full).any(-1, keepdim=True)
     return flex.tables(visible, size, length, is_causal=is_causal)

@@ -31,7 +31,7 @@ MOST = 2**21  # sums of a head, 8 MiB, that stay in memory of the thread that ma
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, maps: CoreMap | None) -> str:
     """Why the core cannot take a call; empty where it can."""
-    if why := operation.unsupported_reason(q, k, v, even=True) or tiles.unsupported(q, k, v):
+    if why := operation.unsupported_reason(q, k, v, even=True) or tiles.against(q, k, v):
         return why
     if maps is None:
         return "features that the core does not make"

@@ -10,19 +10,17 @@ from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.selected import Selected
 
 
-def unsupported_reason(near: BlockLocal | Selected, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
-    """Why this call does not run this way; empty where it does."""
-    if isinstance(near, Selected):
-        return "chosen blocks"
-    if near.bias is not None:
-        return "a bias"
-    return patterns.unsupported_reason(q, k, v, key_mask, logged=True)
-
-
 def near_part(
-    near: BlockLocal, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Outputs of queries over their near keys alone, and the logarithms (..., L, 1) of their normalisers."""
+    near: BlockLocal | Selected, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Outputs of queries over their near keys alone, and the logarithms (..., L, 1) of their normalisers.
+
+    None where FlexAttention does not compute them, nor near keys that are chosen or have a bias.
+    """
+    if isinstance(near, Selected) or near.bias is not None:
+        return None
+    if patterns.unsupported_reason(q, k, v, key_mask, logged=True):
+        return None
     sides = {"before": near.before, "after": near.after}
     pattern = patterns.blocks(q, k, near.block_size, **sides, is_causal=is_causal)
     out, logs = flex.attend_with_logs(q, k, v, pattern, key_mask, scale=near.scale)

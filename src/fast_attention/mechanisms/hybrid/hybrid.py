@@ -241,8 +241,8 @@ class Hybrid(Attention[Any, HybridState]):
             near: Any = w.near if self.near.needs_weights else ()
             visible: Any = {"is_causal": is_causal, "key_mask": key_mask}
             return softmax_attention(q, k, v, **visible, scale=self.near.scale, sinks=self.near.sinks_of(near))
-        if not gpu.unsupported_reason(self.near, q, k, v, key_mask):
-            near_part = gpu.near_part(self.window, q, k, v, key_mask, is_causal=is_causal)
+        near_part = gpu.near_part(self.near, q, k, v, key_mask, is_causal=is_causal)
+        if near_part is not None:
             return self._plain(q, k, v, w, is_causal=is_causal, key_mask=key_mask, near_part=near_part)
         out = self._from_core(q, k, v, w, key_mask, is_causal=is_causal)
         if isinstance(out, Tensor):

@@ -80,9 +80,7 @@ class Kernelised(Attention[W, LinearState]):
     def _of_features(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:  # fmt: skip
-        queries, keys = self.maps(w)
-        features = queries(q), reference.masked_keys(keys, k, key_mask)
-        return sums.of_features(*features, v, eps=self.eps, is_causal=is_causal)
+        return sums.of_features(q, k, v, key_mask, self.maps(w), eps=self.eps, is_causal=is_causal)
 
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, lengths: tuple[int, ...], *, is_causal: bool,
@@ -111,8 +109,7 @@ class Kernelised(Attention[W, LinearState]):
     def _advance_features(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
-        queries, keys = self.maps(w)
-        return sums.advance_features(queries(q), reference.masked_keys(keys, k, key_mask), v, state, eps=self.eps)
+        return sums.advance_features(q, k, v, key_mask, self.maps(w), state, eps=self.eps)
 
     @summed_in_chunks
     @in_float32

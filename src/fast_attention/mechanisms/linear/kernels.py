@@ -31,12 +31,12 @@ def plain_scan(
     above zero, by which every token multiplies what was before it. Not ``normalized``, outputs are numerators.
     """
     phi, decays = _map(code, offset), None if log_decay is None else log_decay[..., None]
-    return _scan(phi(q), _keys(phi, k, key_mask), v, first, decays, eps=eps, normalize=normalized)
+    return _scan(phi(q), reference.masked_keys(phi, k, key_mask), v, first, decays, eps=eps, normalize=normalized)
 
 
 def plain_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, *, code: int, offset: float) -> Tensor:
     """The state after all keys."""
-    return _row(reference.summarised(_keys(_map(code, offset), k, key_mask), v))
+    return _row(reference.summarised(reference.masked_keys(_map(code, offset), k, key_mask), v))
 
 
 def plain_read(q: Tensor, sums: Tensor, *, eps: float, code: int, offset: float) -> Tensor:
@@ -56,12 +56,12 @@ def plain_feature_scan(
     if begins is not None:
         return one_by_one(plain_feature_scan, q, k, v, key_mask, first, begins, query_rows, bias, key_rows)
     phi = _exponential(query_rows, bias)(q)
-    return _scan(phi, _keys(_exponential(key_rows, bias), k, key_mask), v, first, scaled=True)
+    return _scan(phi, reference.masked_keys(_exponential(key_rows, bias), k, key_mask), v, first, scaled=True)
 
 
 def plain_feature_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, key_rows: Tensor, bias: Tensor | None) -> Tensor:
     """The state after all keys."""
-    return _row(reference.summarised(_keys(_exponential(key_rows, bias), k, key_mask), v), scaled=True)
+    return _row(reference.summarised(reference.masked_keys(_exponential(key_rows, bias), k, key_mask), v), scaled=True)
 
 
 def plain_feature_read(q: Tensor, sums: Tensor, query_rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -76,10 +76,6 @@ def _map(code: int, offset: float) -> Any:
 
 def _exponential(rows: Tensor, bias: Tensor | None) -> Any:
     return CoreMap(EXPONENTIAL, 0.0, rows, rows, None if bias is None else bias[:, None]).maps()[0]
-
-
-def _keys(phi: Any, k: Tensor, key_mask: Tensor | None) -> Any:
-    return reference.masked_keys(phi, k, key_mask)
 
 
 def _scan(

@@ -15,6 +15,7 @@ from fast_attention.engine import trace
 from fast_attention.engine.operation import Fast, Operation, like_queries
 from fast_attention.engine.precision import widen
 from fast_attention.engine.tracing import symbolic
+from fast_attention.feature_maps.feature_map import Map
 from fast_attention.feature_maps.features import Identity
 from fast_attention.mechanisms.linear import compiled, gpu, reference
 from fast_attention.mechanisms.linear.compiled import Inputs
@@ -25,10 +26,9 @@ PLAIN = CoreMap(NUMBERS[Identity])  # features that are made outside
 SCALED = "every key has a scale of its own"
 
 
-def _features(x: Inputs, number: int, offset: float) -> tuple[Any, Any]:
+def _features(q: Tensor, k: Tensor, key_mask: Tensor | None, maps: tuple[Map, Map]) -> tuple[Any, Any]:
     """Features of queries and of keys."""
-    queries, keys = CoreMap(number, offset, x.rows, x.key_rows, x.bias).maps()
-    return queries(x.q), reference.masked_keys(keys, x.k, x.key_mask)
+    return maps[0](q), reference.masked_keys(maps[1], k, key_mask)
 
 
 def attended_sums(
@@ -36,7 +36,7 @@ def attended_sums(
 ) -> Tensor:
     """``phi(q_i)^T S / (phi(q_i)^T z + eps)``, ``S`` and ``z`` over the keys that query i may see; zeros for none."""
     x = Inputs(*tensors)
-    queries, keys = _features(x, number, offset)
+    queries, keys = _features(x.q, x.k, x.key_mask, CoreMap(number, offset, *x[4:7]).maps())
     settings: Any = {"is_causal": is_causal, "eps": eps, "normalize": normalize}
     return reference.attention(queries, keys, x.v, None, x.log_decay, **settings)[0]
 
@@ -46,7 +46,7 @@ def advanced_sums(
 ) -> tuple[Tensor, ...]:
     """Causal outputs of new tokens behind a state, and the three tensors of the state after them."""
     x = Inputs(*tensors)
-    queries, keys = _features(x, number, offset)
+    queries, keys = _features(x.q, x.k, x.key_mask, CoreMap(number, offset, *x[4:7]).maps())
     state = empty(keys, x.v) if x.kv is None else LinearState(*tensors[7:10])
     out, after = reference.attention(queries, keys, x.v, state, x.log_decay, eps=eps, normalize=normalize)
     return out, *after  # type: ignore[misc]
@@ -97,8 +97,12 @@ def of_map(
     return attend(q, k, v, key_mask, *of_rows, *decays, **settings)
 
 
-def of_features(queries: Any, keys: Any, v: Tensor, *, eps: float = 0.0, is_causal: bool) -> Tensor:
-    """Attention with weights ``queries_i . keys_j``."""
+def of_features(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, maps: tuple[Map, Map], *, eps: float = 0.0,
+    is_causal: bool,
+) -> Tensor:  # fmt: skip
+    """Attention with weights ``phi_q(q_i) . phi_k(k_j)`` by maps of queries and of keys that are made here."""
+    queries, keys = _features(q, k, key_mask, maps)
     if keys.log_scale is not None:
         trace.record("plain sums", SCALED)
         return reference.attention(queries, keys, v, eps=eps, is_causal=is_causal)[0]
@@ -118,9 +122,11 @@ def advance_map(
 
 
 def advance_features(
-    queries: Any, keys: Any, v: Tensor, state: LinearState | None, *, eps: float = 0.0
-) -> tuple[Tensor, LinearState]:
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, maps: tuple[Map, Map], state: LinearState | None, *,
+    eps: float = 0.0,
+) -> tuple[Tensor, LinearState]:  # fmt: skip
     """``of_features`` for new tokens behind a state, and the state after them."""
+    queries, keys = _features(q, k, key_mask, maps)
     if keys.log_scale is not None:
         trace.record("plain sums", SCALED, chunk=reference.CHUNK)
         state = empty(keys, v) if state is None else state

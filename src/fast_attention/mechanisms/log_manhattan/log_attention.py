@@ -131,8 +131,8 @@ class LogAttention(Attention[tuple[()], States]):
     ) -> Tensor:
         """Linear attention, a softmax pool or three sums, as the settings have it."""
         if self.score == "logdot":
-            keys = masked_keys(self.feature_map.features, k, key_mask)
-            return linear.of_features(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
+            maps = self.feature_map.features, self.feature_map.features
+            return linear.of_features(q, k, v, key_mask, maps, is_causal=is_causal, eps=EPS)
         if is_causal and self.normalize == "softmax" and advancing.worthwhile(q, k, v):
             return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
         if self.normalize == "softmax":
@@ -153,8 +153,8 @@ class LogAttention(Attention[tuple[()], States]):
         """Outputs of new tokens, and the sums over all keys up to the last."""
         if self.score == "logdot":
             assert state is None or isinstance(state, LinearState)
-            keys = masked_keys(self.feature_map.features, k, key_mask)
-            return linear.advance_features(self.feature_map.features(q), keys, v, state, eps=EPS)
+            maps = self.feature_map.features, self.feature_map.features
+            return linear.advance_features(q, k, v, key_mask, maps, state, eps=EPS)
         if self.normalize == "softmax":
             assert state is None or isinstance(state, Pool)
             rows = pool.running(*pool.prepended(state, *self._pool_terms(k, v, key_mask)))

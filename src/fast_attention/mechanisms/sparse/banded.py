@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from fast_attention.engine import masks, offsets, tiles, trace
 from fast_attention.engine.blocks import count, join, positions, slices, smaller
-from fast_attention.engine.fused import biased_attention, blockwise_softmax
+from fast_attention.engine.fused import blockwise_softmax
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.operation import Fast, like_queries
 from fast_attention.engine.precision import in_float32
@@ -108,11 +108,8 @@ def banded_softmax(
         terms = Terms(numbers[:, None], None if vectors is None else vectors[:, None])
         bias = offsets.scores(queries, terms, span, scale=scale).to(q.dtype)
         mask = masks.merge(bias, mask, q.dtype) if mask.dtype == torch.bool else bias + mask
-    if numbers is None and sinks is None:
-        out = blockwise_softmax(queries, around(k), around(v), mask, dropout=dropout, scale=scale)
-    else:
-        sinks = None if sinks is None else sinks[:, None]
-        out = biased_attention(queries, around(k), around(v), mask, dropout=dropout, scale=scale, sinks=sinks)
+    added: Any = {"sinks": sinks, "has_bias": numbers is not None}
+    out = blockwise_softmax(queries, around(k), around(v), mask, dropout=dropout, scale=scale, **added)
     return join(out, front + length)[..., front:, :]
 
 
@@ -147,13 +144,6 @@ def _plan(q: Tensor, k: Tensor, *, left: int, right: int, size: int, is_causal: 
     return tiles.blocks(length, keys, size, left, right, is_causal)
 
 
-def _serves(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: Tensor | None, **settings: Any) -> str:
-    """Why FlexAttention does not compute a call."""
-    if any(x is not None for x in added):
-        return "positions or sinks add to the scores"
-    return patterns.against(q, k, v, key_mask)
-
-
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *added: None, left: int, right: int, size: int,
     is_causal: bool, scale: float, first: int,
@@ -170,6 +160,6 @@ _banded = tiles.operation(
     _plan,
     path="softmax in blocks",
     why="only keys near a block of queries are seen",
-    cuda=Fast(_flex, None, serves=_serves),
+    cuda=Fast(_flex, None, serves=patterns.against),
     empty=like_queries,
 )

@@ -15,16 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.biases.bias import Bias, BiasMixin
-from fast_attention.engine import masks, offsets
-from fast_attention.engine.blocks import count, join, split
-from fast_attention.engine.fused import biased_attention, fused_attention
+from fast_attention.engine.blocks import count
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.operation import Operation
-from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.sparse.gathered import gathered_softmax, take
+from fast_attention.mechanisms.sparse.gathered import gathered_softmax
 from fast_attention.traits import FLEX
 from fast_attention.value import at_least
 
@@ -91,52 +88,6 @@ def distinct(
     return torch.stack(torch.broadcast_tensors(*chosen), -1)
 
 
-def with_global_rows(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor,
-    *, size: int, scale: float | None, bias: Positions | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """``out`` with the rows of the global blocks ``ids`` (..., 1, G) computed over all keys."""
-    length, blocks = q.shape[-2], split(q, size)
-    ids = ids.clamp(min=0).clamp(max=blocks.shape[-3] - 1).expand(*q.shape[:-2], ids.shape[-1])
-    rows = take(blocks, ids).flatten(-3, -2)
-    mask = visible[..., None, :].expand(*rows.shape[:-1], length)
-    if bias is not None:
-        rows = _biased_rows(rows, k, v, ids, mask, bias, sinks, size=size, scale=scale)
-    elif sinks is not None:
-        rows = softmax_attention(rows, k, v, key_mask=visible, scale=scale, sinks=sinks)
-    else:
-        rows = fused_attention(rows, k, v, mask, scale=scale)
-    rows = rows.unflatten(-2, (-1, size))
-    numbers = torch.arange(blocks.shape[-3], device=q.device)
-    parts = split(out, size)
-    for i in range(ids.shape[-1]):
-        global_block = (numbers == ids[..., i, None])[..., None, None]
-        parts = torch.where(global_block, rows[..., i : i + 1, :, :], parts)
-    return join(parts, length)
-
-
-@in_float32
-def _biased_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ids: Tensor,
-    mask: Tensor,
-    bias: Positions,
-    sinks: Tensor | None,
-    *,
-    size: int,
-    scale: float | None,
-) -> Tensor:
-    """Softmax over all keys of the queries of the blocks ``ids`` (..., H, G)."""
-    factor, length = float(q.shape[-1] ** -0.5 if scale is None else scale), k.shape[-2]
-    queries = (ids[..., None] * size + torch.arange(size, device=q.device)).flatten(-2)
-    terms = bias(torch.arange(1 - length, length, device=q.device))
-    index = (torch.arange(length, device=q.device) - queries[..., None] + (length - 1)).clamp(min=0)
-    scores = offsets.gathered(q[..., None, :, :], terms, index[..., None, :, :], scale=factor)[..., 0, :, :]
-    return biased_attention(q, k, v, masks.merge(scores, mask, q.dtype), scale=factor, sinks=sinks)
-
-
 def bigbird_attention(
     q: Float[Tensor, "*batch heads length width"],
     k: Float[Tensor, "*batch heads length width"],
@@ -185,16 +136,11 @@ def bigbird_attention(
     settings = {"first": first, "last": last, "half": half, "draws": num_random_blocks, "is_causal": is_causal}
     blocks = _blocks_seen(seeds[:, None], total, number=number, **settings)
     table = blocks.expand(*q.shape[:-2], *blocks.shape[-2:])
-    if key_mask is None and front == 0 and not is_causal and bias is None and sinks is None and not symbolic():
-        return gathered_softmax(
-            q, k, v, table, visible, size=block_size, start=first, stop=number - last, scale=scale
-        )  # fmt: skip
-    added: Any = {"scale": scale, "bias": bias, "sinks": sinks}
-    out = gathered_softmax(q, k, v, table, visible, size=block_size, is_causal=is_causal, **added)
+    begin, full = 2 * half + 1, None
     if first + last > 0 and not is_causal:  # causal: all that the first blocks may see is in the first blocks
-        ids = [torch.full_like(total, i) for i in range(first)] + [total - last + i for i in range(last)]
-        ids = torch.cat(ids, -1)[..., 0, :]
-        out = with_global_rows(out, q, k, v, ids, visible, size=block_size, **added)
+        full = table[..., :1, begin : begin + first + last]  # the blocks that all see
+    added: Any = {"scale": scale, "bias": bias, "sinks": sinks}
+    out = gathered_softmax(q, k, v, table, visible, size=block_size, is_causal=is_causal, full=full, **added)
     return out[..., front:, :]
 
 

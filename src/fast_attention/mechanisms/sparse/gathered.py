@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from fast_attention.engine import masks, offsets, tiles
 from fast_attention.engine.blocks import join, split, split_mask
-from fast_attention.engine.fused import biased_attention, blockwise_softmax, fused_attention
+from fast_attention.engine.fused import blockwise_softmax
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.operation import Fast, like_queries
 from fast_attention.engine.tracing import exporting
@@ -28,54 +27,59 @@ def gathered_softmax(
     size: int,
     is_causal: bool = False,
     scale: float | None = None,
-    start: int = 0,
-    stop: int | None = None,
+    full: Int[Tensor, "*#batch 1 ids"] | None = None,
     bias: Positions | None = None,
     sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax attention of every block of ``size`` queries over the blocks of keys that ``table`` names.
 
-    A block named twice counts once, -1 names none, and a query that sees nothing gets zeros. The blocks of queries
-    before ``start`` and from ``stop`` on see all keys, whatever the table says; give no mask then. ``bias`` gives what
-    scores gain by offsets, and ``sinks`` make normalisers larger by ``e^sink``: both for blocks in the table only.
+    A block named twice counts once, -1 names none, and a query that sees nothing gets zeros. The blocks of queries that
+    ``full`` names see all keys, whatever the table says. ``bias`` gives what scores gain by offsets, and ``sinks`` make
+    normalisers larger by ``e^sink``.
     """
-    factor, stop = float(q.shape[-1] ** -0.5 if scale is None else scale), table.shape[-2] if stop is None else stop
-    terms, length = (None, None), q.shape[-2]
-    if bias is not None:
-        terms = bias(torch.arange(1 - length, length, device=q.device))
-    settings: Any = {"size": size, "is_causal": is_causal, "start": start, "stop": stop, "scale": factor}
-    return _gathered(q, k, v, key_mask, *terms, sinks, table, first=1 - length, **settings)
+    length, factor = q.shape[-2], float(q.shape[-1] ** -0.5 if scale is None else scale)
+    terms = offsets.between(bias, 1 - length, 2 * length - 1, q)
+    settings: Any = {"size": size, "is_causal": is_causal, "scale": factor}
+    return _gathered(q, k, v, key_mask, *terms, sinks, table, full, first=1 - length, **settings)
 
 
 def blocks_of_table(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, table: Tensor, *, size: int, is_causal: bool, scale: float, start: int, stop: int, first: int,
+    sinks: Tensor | None, table: Tensor, full: Tensor | None, *, size: int, is_causal: bool, scale: float, first: int,
 ) -> Tensor:  # fmt: skip
     """Softmax attention over the blocks of keys that a table names; the reference of ``gathered_softmax``."""
-    length, number = q.shape[-2], table.shape[-2]
-    position = (table[..., None] * size + torch.arange(size, device=q.device)).flatten(-2)
+    blocks, inside = split(q, size), torch.arange(size, device=q.device)
+    number = table.shape[-2]
+    block = torch.arange(number, device=q.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Outputs of blocks of queries, which stand at ``queries``, over keys of their own at ``keys``."""
+        mask = mask[..., None, :]
+        if is_causal:
+            mask = mask & (keys[..., None, :] <= queries[..., None])
+        if numbers is not None:
+            index = (keys[..., None, :] - queries[..., None] - first).clamp(min=0).clamp(max=numbers.shape[-1] - 1)
+            bias = offsets.gathered(q, Terms(numbers, vectors), index, scale=scale)
+            mask = masks.merge(bias, mask, q.dtype)
+        return blockwise_softmax(q, k, v, mask, scale=scale, sinks=sinks, has_bias=numbers is not None)
+
     chosen = table.clamp(min=0)
     visible = split_mask(key_mask, size).expand(*table.shape[:-2], number, size)[..., None]
-    mask = (first_named(table)[..., None] & take(visible, chosen)[..., 0]).flatten(-2)[..., None, :]
-    queries = torch.arange(number, device=q.device)[:, None] * size + torch.arange(size, device=q.device)
-    if is_causal:
-        mask = mask & (position[..., None, :] <= queries[..., None])
-    blocks, attend = split(q, size), blockwise_softmax
-    if sinks is not None:
-        attend = partial(biased_attention, sinks=sinks[:, None])
-    if numbers is not None:
-        index = (position[..., None, :] - queries[..., None] + (length - 1)).clamp(0, 2 * length - 2)
-        bias = offsets.gathered(blocks, Terms(numbers, vectors), index, scale=scale)
-        mask, attend = masks.merge(bias, mask, q.dtype), biased_attention if sinks is None else attend
+    mask = (first_named(table)[..., None] & take(visible, chosen)[..., 0]).flatten(-2)
     keys, values = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
-    out = join(attend(blocks, keys, values, mask, scale=scale), length)
-    if start == 0 and stop == number:
-        return out
-    ends = torch.cat((q[..., : start * size, :], q[..., stop * size :, :]), -2)
-    rows = fused_attention(ends, k, v, scale=scale)
-    return torch.cat(
-        (rows[..., : start * size, :], out[..., start * size : stop * size, :], rows[..., start * size :, :]), -2
-    )
+    position = (table[..., None] * size + inside).flatten(-2)
+    out = attend(blocks, keys, values, mask, block[:, None] * size + inside, position)
+    if full is not None:
+        full = full[..., 0, :].expand(*q.shape[:-2], full.shape[-1])
+        ids = full.clamp(min=0)
+        at = (ids[..., None] * size + inside).flatten(-2)[..., None, :]
+        rows, every = take(blocks, ids).flatten(-3, -2), torch.arange(k.shape[-2], device=q.device)
+        rows = attend(*(x[..., None, :, :] for x in (rows, k, v)), key_mask[..., None, :], at, every)
+        rows = rows.unflatten(-2, (-1, size))
+        for i in range(full.shape[-1]):
+            named = (block == full[..., i, None])[..., None, None]
+            out = torch.where(named, rows[..., 0, i : i + 1, :, :], out)
+    return join(out, q.shape[-2])
 
 
 def first_named(table: Int[Tensor, "*batch choices"]) -> Tensor:
@@ -99,27 +103,24 @@ def take(blocks: Tensor, table: Int[Tensor, "*batch_and_taken"]) -> Tensor:
     return rows.view(*table.shape, *row)
 
 
-def _plan(q: Tensor, k: Tensor, table: Tensor, *, size: int, is_causal: bool, start: int, stop: int) -> tiles.Plan:
-    table = table.expand(*k.shape[:-2], *table.shape[-2:])
-    table = table.reshape(-1, k.shape[-3] if k.ndim > 2 else 1, *table.shape[-2:])
-    return tiles.chosen(table, k.shape[-2], size=size, is_causal=is_causal, start=start, stop=stop)
+def _plan(q: Tensor, k: Tensor, table: Tensor, full: Tensor | None, *, size: int, is_causal: bool) -> tiles.Plan:
+    table, *ids = (tiles.four_axes(x.expand(*k.shape[:-2], *x.shape[-2:])) for x in (table, full) if x is not None)
+    return tiles.chosen(table, k.shape[-2], *ids, size=size, is_causal=is_causal)
 
 
 def _serves(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
-    sinks: Tensor | None, table: Tensor, *, size: int, **settings: Any,
+    sinks: Tensor | None, table: Tensor, full: Tensor | None, *, size: int, **settings: Any,
 ) -> str:  # fmt: skip
     """Why FlexAttention does not compute a call."""
-    if numbers is not None or sinks is not None:
-        return "positions or sinks add to the scores"
-    return f"blocks of {size} tokens" if flex.SIZE % size else patterns.against(q, k, v, key_mask)
+    return f"blocks of {size} tokens" if flex.SIZE % size else patterns.against(q, k, v, key_mask, numbers, sinks)
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: None, vectors: None, sinks: None, table: Tensor, *,
-    size: int, is_causal: bool, start: int, stop: int, scale: float, first: int,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, numbers: None, vectors: None, sinks: None, table: Tensor,
+    full: Tensor | None, *, size: int, is_causal: bool, scale: float, first: int,
 ) -> Tensor:  # fmt: skip
-    visible = patterns.chosen(q, table, size=size, is_causal=is_causal, start=start, stop=stop)
+    visible = patterns.chosen(q, table, full, size=size, is_causal=is_causal)
     return flex.attend(q, k, v, visible, key_mask, scale=scale)
 
 

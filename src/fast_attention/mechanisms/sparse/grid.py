@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fast_attention.biases.sinks import SinksMixin
 from fast_attention.engine import tiles, trace
 from fast_attention.engine.blocks import count
-from fast_attention.engine.fused import biased_attention, blockwise_softmax, fused_attention, open_attention
+from fast_attention.engine.fused import blockwise_softmax, fused_attention, open_attention
 from fast_attention.engine.operation import Fast, Operation, like_queries
 from fast_attention.engine.tiles import FAR, MOST_ROWS, ROWS, Plan
 from fast_attention.engine.tracing import symbolic
@@ -244,8 +244,7 @@ def plain_softmax(
     if key_mask is not None:
         visible = visible & key_mask[..., keys][..., None, :]
     queries = queries.clamp(min=0).clamp(max=length - 1)
-    attend = blockwise_softmax if sinks is None else partial(biased_attention, sinks=sinks[:, None])
-    near = attend(q[..., queries, :], k[..., keys, :], v[..., keys, :], visible, scale=scale)
+    near = blockwise_softmax(q[..., queries, :], k[..., keys, :], v[..., keys, :], visible, scale=scale, sinks=sinks)
     at = torch.arange(length, device=device)
     (row, i), (column, j) = down.tile_of(at.div(width, rounding_mode="floor")), across.tile_of(at % width)
     near = near[..., row * wide.queries.shape[0] + column, i * across.size + j, :]
