@@ -154,14 +154,15 @@ def weights_of(module: Any) -> list[Tensor]:
     return [w for w in module.parameters() if w.requires_grad] if isinstance(module, nn.Module) else []
 
 
-def of(mechanism: Mechanism[Any, Any] | str, *, max_len: int = 128, width: int = 8) -> AttentionUnderTest:
+def of(
+    mechanism: Mechanism[Any, Any] | str, *, max_len: int = 128, width: int = 8, heads: int = 2
+) -> AttentionUnderTest:
     """Describe one of our mechanisms, whose claims are its traits.
 
     Learned weights are moved off their initial values, which often are zeros that would hide a leak.
     """
     parsed = catalogue.parse(mechanism)
-    traits, heads = parsed.traits, 2
-    attends = isinstance(parsed, Attention)
+    traits, attends = parsed.traits, isinstance(parsed, Attention)
 
     def call(module: Any, inputs: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None) -> Tensor:
         return module(*inputs, is_causal=is_causal, key_mask=key_mask)
