@@ -65,7 +65,7 @@ FAULTS = [
     Fault("a dilated window's offsets count its own steps", "mechanisms/sparse/local.py", "bias(steps * dilation)",
           "bias(steps)", BIASES + "any_mask"),
     Fault("gathered blocks stand one position further off", "mechanisms/sparse/gathered.py",
-          "sinks, table, first=1 - length, **settings)", "sinks, table, first=2 - length, **settings)", BIASES + "'fast and BigBird'"),
+          "sinks, table, full, first=1 - length, **settings)", "sinks, table, full, first=2 - length, **settings)", BIASES + "'fast and BigBird'"),
     Fault("gathered blocks forget the sinks", "mechanisms/sparse/gathered.py", "return _gathered(q, k, v, key_mask, *terms, sinks, table", "return _gathered(q, k, v, key_mask, *terms, None, table", SINKS + "'plain_forms and BigBird'"),
     Fault("global rows of the reference stand one block further off", "mechanisms/sparse/gathered.py", "at = (ids[..., None] * size",
           "at = ((ids[..., None] + 1) * size", BIASES + "'fast and BigBird'"),

@@ -46,7 +46,7 @@ def test_all_that_is_said_is_escaped() -> None:
 def test_a_narrow_terminal_cuts_no_word(capsys: pytest.CaptureFixture[str]) -> None:
     """Columns where they fit; else every row by itself, its heads beside its values. Nothing ends in an ellipsis."""
     heads = ["mechanism", "cost", "decodes", "weights", "source"]
-    table = Table(heads, [["DecayedLinearAttention", "n log(n) m d", "growing", "", "Yang 2024, arXiv 2506.04761"]])
+    table = Table(heads, [["MixtureSynthesizer", "n log(n) m d", "growing", "", "Tay et al. 2020, arXiv 2506.04761"]])
     for width in (200, 80, 60, 40):
         show(table, width=width)
         words = capsys.readouterr().out

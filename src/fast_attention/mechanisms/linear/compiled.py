@@ -80,7 +80,9 @@ def _call(
     weights[2] = None if weights[2] is None else weights[2][..., 0, :]
     scales = log_scale.expand_as(z) if log_scale is not None and z is not None and number >= EXPONENTIAL else None
     state = [None if x is None else x.contiguous() for x in (kv, z, scales)]
-    decay = None if decay is None else four_axes(decay.expand(*batch_shape, -1, -1).contiguous())
+    if decay is not None:
+        decay = decay.expand(*batch_shape, -1, -1)
+        decay = four_axes(decay if decay.stride(-1) == 1 else decay.contiguous())
     return [*map(four_axes, (q, k, v)), key_mask, *weights, *state, decay, number, offset, eps, normalize, is_causal]
 
 

@@ -168,16 +168,22 @@ def _classes(axis: Axis, length: int) -> Int[Tensor, "length"]:
     return at % axis.dilation if axis.slides else (at - axis.shift).div(axis.window, rounding_mode="floor")
 
 
+def _groups(height: int, width: int, down: Axis, across: Axis) -> Int[Tensor, "tokens"]:
+    """The number of every token's group: tokens see those of their own group only."""
+    row, column = _classes(down, height), _classes(across, width)
+    return ((row - row.min())[:, None] * width + (column - column.min())).flatten()
+
+
 @lru_cache(256)
 def _order(length: int, width: int, leading: int, down: Axis, across: Axis) -> Order | None:
     """The order of tokens; None where they stand in it already."""
     if down.slides and across.slides and down.dilation == across.dilation == 1:
         return None
     height = -(-(length - leading) // width)
-    row, column = _classes(down, height), _classes(across, width)
-    group = ((row - row.min())[:, None] * width + (column - column.min())).flatten()
-    tokens = torch.cat([torch.arange(leading), leading + group.argsort(stable=True)])
+    tokens = torch.cat([torch.arange(leading), leading + _groups(height, width, down, across).argsort(stable=True)])
     exists = tokens < length
+    if not (down.slides or across.slides):  # whole blocks are seen, so that none need be of full size
+        tokens, exists = tokens[exists], exists[exists]
     places = torch.empty_like(tokens).scatter_(0, tokens, torch.arange(len(tokens)))[:length]
     return Order(tokens.clamp(max=length - 1), exists, places)
 
@@ -198,13 +204,13 @@ def _grid_plan(length: int, width: int, leading: int, down: Axis, across: Axis) 
 
     before = [(0, leading, -FAR, FAR, 0, 1)] if leading else []
     add(0, leading, [(0, total, -FAR, FAR, 0, 1)], MOST_ROWS)
-    heights, widths = (
-        _classes(x, n).unique(return_counts=True)[1].tolist() for x, n in ((down, height), (across, width))
-    )
-    start = leading
-    for high, wide in product(heights, widths):
+    start, slides = leading, down.slides or across.slides
+    classes = _classes(down, height), _classes(across, width)
+    if not slides:
+        classes = torch.zeros(1), _groups(height, width, down, across)[: length - leading]
+    for high, wide in product(*(each.unique(return_counts=True)[1].tolist() for each in classes)):
         rows_seen, columns_seen = min(down.window, high), min(across.window, wide)
-        if rows_seen == high and columns_seen == wide:
+        if not slides or (rows_seen == high and columns_seen == wide):
             add(start, start + high * wide, [*before, (start, start + high * wide, -FAR, FAR, 0, 1)], MOST_ROWS)
         else:
             half = columns_seen // 2
