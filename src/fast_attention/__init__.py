@@ -1,4 +1,4 @@
-"""Efficient attention for PyTorch: forty published mechanisms, exact speed-ups for models, and tests for any attention.
+"""Efficient attention for PyTorch: 39 published mechanisms, exact speed-ups for models, and tests for any attention.
 
 The page of contents is ``contents.py``. Start with ``attention(q, k, v, "LinearAttention")`` on tensors,
 ``MultiheadAttention`` or ``TokenMixer`` in a model, ``catalogue.names()`` for what there is, ``conformance.check`` for
