@@ -13,6 +13,7 @@ from fast_attention import Bound, Shape, catalogue, core
 from fast_attention.engine.precision import in_float32
 from fast_attention.integrations import swap
 from tests.cases import qkv
+from tests.engine.test_tiles import needs_core
 
 transformers = pytest.importorskip("transformers")
 
@@ -70,6 +71,7 @@ def test_a_compiled_module_inside_autocast(mechanism: str) -> None:
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
+@needs_core
 def test_second_derivatives_of_a_written_pass_inside_autocast() -> None:
     bound = Bound(catalogue.default("FavorPlus"), Shape(2, 16, 75))
     inputs = [x.requires_grad_() for x in qkv(75, batch=1, width=16, dtype=torch.float32)]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fast_attention.engine import masks, operation
 from fast_attention.engine.numerics import no_less
 from fast_attention.engine.operation import Fast, Operation
-from fast_attention.engine.precision import in_float32
+from fast_attention.engine.precision import in_float32, outside_autocast
 from fast_attention.engine.tracing import exporting, transformed
 
 TINY = torch.finfo(torch.float32).tiny
@@ -52,8 +52,7 @@ def fused_attention(
     if custom and torch.is_autocast_enabled("cpu"):
         q, k, v = (_cast(x) for x in (q, k, v))
         mask = mask if mask is None or mask.dtype == torch.bool else _cast(mask)
-        with torch.autocast("cpu", enabled=False):
-            return fused_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
+        return outside_autocast("cpu", fused_attention, q, k, v, mask, is_causal=is_causal, scale=scale)
     if custom and takes_flash(q, k, v, mask, is_causal=is_causal, scale=scale):
         if mask is not None and mask.dtype == torch.bool:  # the kernel reads numbers alone
             mask = mask.new_zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))

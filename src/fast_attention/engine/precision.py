@@ -96,10 +96,7 @@ def in_float32(function: Function) -> Function:
         args = tuple([widen(value) for value in args])
         kwargs = {name: widen(value) for name, value in kwargs.items()}
         if not first.is_meta and torch.is_autocast_enabled(first.device.type):
-            since = 0 if traced() else torch.autograd._get_sequence_nr()  # type: ignore[reportPrivateImportUsage]
-            with torch.autocast(first.device.type, enabled=False):
-                result = function(*args, **kwargs)
-            _without_autocast(result, since)
+            result = outside_autocast(first.device.type, function, *args, **kwargs)
         else:
             result = function(*args, **kwargs)
         if isinstance(result, Tensor):
@@ -107,6 +104,15 @@ def in_float32(function: Function) -> Function:
         return (result[0].to(first.dtype), *result[1:]) if type(result) is tuple else result
 
     return wrapped  # type: ignore[return-value]
+
+
+def outside_autocast(device_type: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` without autocast; its backward pass leaves autocast too, wherever ``backward()`` is called."""
+    since = 0 if traced() else torch.autograd._get_sequence_nr()  # type: ignore[reportPrivateImportUsage]
+    with torch.autocast(device_type, enabled=False):
+        result = function(*args, **kwargs)
+    _without_autocast(result, since)
+    return result
 
 
 def _without_autocast(results: Any, since: int) -> None:
