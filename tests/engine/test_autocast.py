@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import Bound, Shape, catalogue, core
+from fast_attention.engine import trace
 from fast_attention.engine.precision import in_float32
 from fast_attention.integrations import swap
 from tests.cases import qkv
@@ -39,6 +40,17 @@ def test_a_swapped_model_trains_with_backward_inside_autocast(mechanism: str) ->
         out = model(input_ids=tokens).last_hidden_state
     weights = [w for w in model.parameters() if w.requires_grad]
     for a, b in zip(grads(out, weights, inside=True), grads(out, weights, inside=False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Local2d", "BlockLocal2d"])
+def test_references_differentiate_as_they_computed(name: str) -> None:
+    """Without the core torch's fused kernel computes them, or where that does not serve, products that it records."""
+    bound = Bound(catalogue.default(name), Shape(2, 16, 97))
+    inputs = [x.requires_grad_() for x in qkv(97, batch=1, width=16, dtype=torch.float32)]
+    with trace.implementation("reference"), torch.autocast("cpu", torch.bfloat16):
+        out = bound(*inputs)
+    for a, b in zip(grads(out, inputs, inside=True), grads(out, inputs, inside=False), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 

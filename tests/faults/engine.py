@@ -113,6 +113,8 @@ FAULTS = [
           "if True:", "tests/engine/test_autocast.py -k written_passes"),
     Fault("recorded operations are differentiated in the caller's precision", "engine/precision.py",
           "    _without_autocast(result, since)\n", "", LAW + "'backward and autocast'"),
+    Fault("torch's fused kernel is differentiated in the caller's precision", "engine/fused.py", 'return outside_autocast("cpu", fused_attention, q',
+          'with torch.autocast("cpu", enabled=False):\n            return fused_attention(q', "tests/engine/test_autocast.py -k references"),
     Fault("a graph under autocast breaks where autograd's nodes are counted", "engine/precision.py", "since = 0 if traced() else ", "since = ",
           "tests/engine/test_autocast.py -k compiled_module"),
     Fault("the caller's graph loses its precision too", "engine/precision.py", "node._sequence_nr() < since or", "",
