@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt(3): the least that is mapped by itself, the most that is kept
+# mallopt(3): the least that is mapped by itself, the most that is kept, in how many places threads look for memory.
+MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX = -3, -1, -8
 LARGEST = 2047  # MiB that fit into the number that ``mallopt`` takes
 LARGEST_BEFORE = 32  # MiB that older versions of glibc allow
 
@@ -16,8 +17,9 @@ def keep_memory(mebibytes: int | None = 1024) -> bool:
     """Keep freed memory for the next call: on a CPU long calls take up to a third less time.
 
     Linux's C library gives large pieces back to the system as soon as a tensor is gone; the next tensor gets them back
-    cleared, 4 KiB at a time, which takes as long as what is computed for it. Call this once, at a program's start. It
-    concerns the whole process, other libraries and exact attention too, and no GPU.
+    cleared, 4 KiB at a time, which takes as long as what is computed for it. Call this once, at a program's start:
+    threads that are there already do not keep theirs. It concerns the whole process, other libraries and exact
+    attention too, and no GPU.
 
     Args:
         mebibytes: How much freed memory the process may keep, in MiB, and how large the pieces may be of which it is
@@ -39,6 +41,7 @@ def keep_memory(mebibytes: int | None = 1024) -> bool:
     sizes = library.mallopt(MMAP_THRESHOLD, most) or library.mallopt(MMAP_THRESHOLD, LARGEST_BEFORE << 20)
     if not (sizes and library.mallopt(TRIM_THRESHOLD, most)):
         return False
+    library.mallopt(ARENA_MAX, 1)  # a second place would keep nothing: glibc gives back all of it that is free
     _freed_memory[:] = ["kept" if mebibytes is None else f"kept up to {mebibytes:,} MiB"]
     return True
 
