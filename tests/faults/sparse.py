@@ -73,4 +73,8 @@ FAULTS = [
           "sinks = None if sinks is None else sinks.flip(0)[:, None]", SINKS + "'plain_forms and Selected'"),
     Fault("normalisers of the core are without sinks", TILES, "      total = total * share + std::exp2(sink - most);\n      top = most;\n      factor = share / total;",
           "      factor = share / (total * share + std::exp2(sink - most));", CHOSEN + "references"),
+    Fault("masks of blocks keep torch's fused kernel away", "engine/fused.py", "mask.ndim == 3 and q.ndim == 4", "False",
+          "tests/sparse/test_local.py -k torchs_fused_kernel"),
+    Fault("blocks at the end have the mask of those inside", "mechanisms/sparse/banded.py", "(begin, min(end, number))", "(begin, number)",
+          "tests/sparse/test_local.py -k size_of_blocks"),
 ]  # fmt: skip

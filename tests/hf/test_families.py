@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import cache_argument, swap, swap_back
+from fast_attention import cache_argument, core, swap, swap_back
 from fast_attention.integrations import calls
 from tests.hf import families
 from tests.hf.families import DECODERS, ENCODERS, WINDOW
@@ -48,6 +48,9 @@ def test_outputs_are_the_same(name: str) -> None:
     model = families.decoder(name) if name in DECODERS else families.encoder(name)
     plain = [first(model(IDS[:, :length])) for length in (5, 13, 39)]
     report = swap(model)
+    if name == "Gemma2" and core.unavailable():
+        assert not report.gains, "soft caps are computed by the core alone"
+        return
     assert report.gains, report
     for wanted in plain:
         ids = IDS[:, : wanted.shape[1]]

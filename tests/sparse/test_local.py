@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fast_attention import BlockLocal, Local, Softmax, catalogue
+from fast_attention import BigBird, BlockLocal, Bound, Local, Shape, Sinkhorn, Softmax, catalogue, core
 from fast_attention.functional import block_local_attention, local_attention
 from fast_attention.mechanisms.sparse import banded
 from tests.cases import qkv, some_keys
@@ -82,6 +83,30 @@ def test_the_size_of_blocks_of_queries_moves_nothing(
     monkeypatch.setattr(banded, "SMALLEST_BLOCK", block)
     monkeypatch.setattr(banded, "LARGEST_BLOCK", block)
     same(local_attention(q, k, v, window=(6, 3)), wanted)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("m", [Local(window=64), BlockLocal(), BigBird(), Sinkhorn()], ids=repr)
+def test_references_run_torchs_fused_kernel(m: Any, is_causal: bool) -> None:
+    """No scores of blocks are held, in inference or in training."""
+    module = Bound(m, Shape(2, 16, 640))
+    inputs = [torch.randn(1, 2, 640, 16, requires_grad=True) for _ in range(3)]
+
+    class Held(TorchDispatchMode):
+        scores = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **(kwargs or {}))
+            if isinstance(found, Tensor) and found.is_floating_point() and "bmm" in str(function):
+                self.scores = max(self.scores, found.numel())
+            return found
+
+    for trains in (False, True):
+        with core.switched_off(), Held() as held, torch.set_grad_enabled(trains):
+            out = module(*inputs, is_causal=is_causal)
+        if trains:
+            torch.autograd.grad(out.sum(), inputs)
+        assert held.scores <= inputs[0].numel()
 
 
 @pytest.mark.parametrize("m", VALUES, ids=repr)

@@ -38,6 +38,8 @@ def fused_attention(
         q, k, v = (x.flatten(0, -4) for x in (q, k, v))
         out = fused_attention(q, k, v, mask, is_causal=is_causal, dropout=dropout, scale=scale)
         return out.unflatten(0, batch_shape)
+    if mask is not None and mask.ndim == 3 and q.ndim == 4:  # with a mask of three axes torch's kernels hold all scores
+        mask = mask[None]
     if is_causal and scale is not None and scale < TINY:  # torch's kernel masks before it scales, in float32: NaN
         q, scale = q * scale, 1.0
     if transformed() or (mask is not None and exporting()):

@@ -19,7 +19,7 @@ from fast_attention.engine.operation import like_queries
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 
-SCORES, ROWS = 1 << 22, 64  # of a block of queries in the reference: scores at most, unless the queries are fewer
+SCORES, ROWS = 1 << 19, 64  # of a block of queries in the reference: scores at most, unless the queries are fewer
 
 
 def relative_attention(

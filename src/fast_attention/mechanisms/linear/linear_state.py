@@ -14,7 +14,10 @@ from torch import Tensor
 
 from fast_attention.engine.decay import state_sums
 from fast_attention.engine.scan import FLOOR
+from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Features, Logs
+
+SECTION = 2048  # keys of one product: a matrix product adds them one by one, and of a million would lose digits
 
 
 class Factors(NamedTuple):
@@ -81,7 +84,16 @@ def empty(keys: Kind, v: Tensor) -> LinearState:
 def summarise(keys: Kind, v: Tensor) -> LinearState:
     """The state after keys (..., S, C) and values (..., S, Ev)."""
     values, log_scale = scaled(keys)
-    return LinearState(values.mT @ v, values.sum(-2), log_scale)
+    return LinearState(_products(values, v), values.sum(-2), log_scale)
+
+
+def _products(k: Tensor, v: Tensor) -> Tensor:
+    """``k^T v``, in sections whose products are added pair by pair."""
+    whole = 0 if traced() or k.shape[-2] <= SECTION else k.shape[-2] // SECTION * SECTION
+    if whole == 0:
+        return k.mT @ v
+    sections, values = (x[..., :whole, :].unflatten(-2, (-1, SECTION)) for x in (k, v))
+    return (sections.mT @ values).sum(-3) + k[..., whole:, :].mT @ v[..., whole:, :]
 
 
 def scaled(keys: Kind) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from fast_attention.engine.fused import blockwise_softmax
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.operation import Fast, like_queries
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tracing import symbolic
+from fast_attention.engine.tracing import symbolic, traced
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 
@@ -85,34 +85,46 @@ def banded_softmax(
     length, keys = q.shape[-2], k.shape[-2]
     band, keys_left, front, before = _band(length, keys, q.device, **settings)
     block, span = band.shape
-    number, start = count(length + front, block), keys - length - front
-
-    def around(x: Tensor) -> Tensor:
-        return slices(
-            x, block=block, keys_left=keys_left, keys_right=span - block - keys_left, number=number, start=start
-        )
-
-    inside = torch.ones(keys, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
-    mask = band & around(inside[..., None])[..., None, :, 0]
-    if attn_mask is not None:
-        rows = positions(number, block, block, -front, q.device).clamp(min=0).clamp(max=length - 1)
-        columns = positions(number, block, span, start - keys_left, q.device).clamp(min=0).clamp(max=keys - 1)
-        full = attn_mask.expand(*attn_mask.shape[:-2], length, keys)
-        mask = masks.merge(full[..., rows[:, :, None], columns[:, None, :]], mask, q.dtype)
-    queries = slices(q, block=block, keys_left=0, keys_right=0, number=number, start=-front)
+    keys_right, number, start = span - block - keys_left, count(length + front, block), keys - length - front
+    terms = None
     if numbers is not None:
         # a tile has offsets 1 - keys_left - block to span - keys_left - 1; beyond those of the terms nothing is seen
         missing = (keys_left + block - 1 - before, span - keys_left - 1 + before - (numbers.shape[-1] - 1))
-        numbers = pad(numbers, missing)
         vectors = None if vectors is None else pad(vectors, (0, 0, *missing))
-        terms = Terms(numbers[:, None], None if vectors is None else vectors[:, None])
-        bias = offsets.scores(queries, terms, span, scale=scale).to(q.dtype)
-        mask = masks.merge(bias, mask, q.dtype) if mask.dtype == torch.bool else bias + mask
-    added: Any = {"sinks": sinks, "has_bias": numbers is not None}
-    out = blockwise_softmax(queries, around(k), around(v), mask, dropout=dropout, scale=scale, **added)
+        terms = Terms(pad(numbers, missing)[:, None], None if vectors is None else vectors[:, None])
+    inside = torch.ones(keys, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+
+    def attended(first: int, some: int, same: bool = False) -> Tensor:
+        """Outputs of some blocks; where their masks are the same, of one mask for all."""
+        own = {"block": block, "number": some, "start": start + first * block}
+        seen, keys_seen, values = (
+            x if x is None else slices(x, keys_left=keys_left, keys_right=keys_right, **own)
+            for x in (None if same else inside[..., None], k, v)
+        )
+        mask = band[None] if seen is None else band & seen[..., None, :, 0]
+        if attn_mask is not None:
+            rows = positions(some, block, block, first * block - front, q.device).clamp(min=0).clamp(max=length - 1)
+            columns = positions(some, block, span, own["start"] - keys_left, q.device).clamp(min=0).clamp(max=keys - 1)
+            full = attn_mask.expand(*attn_mask.shape[:-2], length, keys)
+            mask = masks.merge(full[..., rows[:, :, None], columns[:, None, :]], mask, q.dtype)
+        queries = slices(q, block=block, keys_left=0, keys_right=0, number=some, start=first * block - front)
+        if terms is not None:
+            bias = offsets.scores(queries, terms, span, scale=scale).to(q.dtype)
+            mask = masks.merge(bias, mask, q.dtype) if mask.dtype == torch.bool else bias + mask
+        added: Any = {"sinks": sinks, "has_bias": terms is not None}
+        return blockwise_softmax(queries, keys_seen, values, mask, dropout=dropout, scale=scale, **added)
+
+    parts = [attended(0, number)] if key_mask is not None or attn_mask is not None or traced() else []
+    if not parts:  # a slice within the keys has the same mask as any other
+        begin, end = -(min(start - keys_left, 0) // block), (keys - start - block - keys_right) // block + 1
+        begin, end = (begin, min(end, number)) if end - begin >= SHARING else (number, number)
+        cuts = ((0, begin, False), (begin, end, True), (end, number, False))
+        parts = [attended(first, stop - first, same) for first, stop, same in cuts if stop > first]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, -3)
     return join(out, front + length)[..., front:, :]
 
 
+SHARING = 4  # blocks of which one mask is worth a call of its own
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
 
 

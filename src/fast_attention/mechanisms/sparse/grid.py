@@ -69,9 +69,10 @@ class Axis(NamedTuple):
         """The place at which the first tile begins."""
         return self.shift - self.size if self.shift > 0 else 0
 
-    def covers(self, length: int) -> bool:
-        """Whether every place sees all ``length`` places."""
-        return self.window >= length and self.dilation == 1 and self.shift in (SLIDING, 0)
+    def covers(self, length: int, some: int | None = None) -> bool:
+        """Whether every one of ``length`` places sees all, or every one of the first ``some`` all of these."""
+        near = self.window >= length or (some or length) <= (self.window // 2 + 1 if self.slides else self.window)
+        return near and self.dilation == 1 and self.shift in (SLIDING, 0)
 
     def within(self, length: int) -> Axis:
         """The axis for ``length`` places, with a window no larger than what is there."""
@@ -131,7 +132,7 @@ def grid_softmax(
     length = q.shape[-2]
     if not symbolic():
         height = -(-(length - leading) // width)
-        if height <= 0 or (down.covers(height) and across.covers(width)):
+        if height <= 0 or (down.covers(height) and across.covers(width, min(width, length - leading))):
             return softmax_attention(q, k, v, key_mask=key_mask, scale=scale, sinks=sinks)
         down, across = down.within(height), across.within(width)
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
