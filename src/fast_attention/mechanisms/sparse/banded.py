@@ -124,7 +124,7 @@ def banded_softmax(
     return join(out, front + length)[..., front:, :]
 
 
-SHARING = 4  # blocks of which one mask is worth a call of its own
+SHARING = 16  # blocks of which one mask is worth a call of its own
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
 
 
