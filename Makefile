@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE =
 CORE := python -m fast_attention.core build || true
 TWO := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all core sanitize wheel kernels oracles faults fuzz test-compiled lint docs bench gpu clean \
+.PHONY: demo test test-all core sanitize wheel kernels oracles references faults fuzz test-compiled lint docs bench gpu clean \
 	test-wheel test-peers test-ray test-transformers test-torch test-torch-oldest test-torch-newest
 
 demo: .venv/demo
@@ -24,7 +24,7 @@ test-all: .venv/dev
 	@$(BIN)/$(CORE)
 	$(MAKE) --jobs=2 --output-sync lint sanitize docs
 	$(TWO) --deselect tests/test_oracles.py::test_heads_and_sequences
-	$(MAKE) kernels oracles
+	$(MAKE) kernels oracles references
 
 # The compiled core, and whether it serves. It fails where it cannot be built.
 core: .venv/demo
@@ -42,6 +42,12 @@ kernels: .venv/dev
 # The oracles of more heads and sequences, with every shape in a signature checked at run time.
 oracles: .venv/dev
 	$(TWO) tests/test_oracles.py -k test_heads_and_sequences --jaxtyping-packages=fast_attention,beartype.beartype
+
+# What the compiled core changes most, without it: memory, long sums, many short sequences, swapped models.
+references: .venv/dev
+	FAST_ATTENTION_CORE=0 $(TWO) $(addprefix tests/, engine/test_long.py conformance/test_short_sequences.py biases \
+		linear/test_linear_fast.py sparse/test_local.py hf/test_scores.py hf/test_families.py \
+		integrations/test_swap_conformers.py test_attention_maps.py)
 
 # Every seeded fault, by the test that must find it; the list of what was found is kept. WORDS narrows it.
 faults: .venv/dev

@@ -75,6 +75,6 @@ FAULTS = [
           "      factor = share / (total * share + std::exp2(sink - most));", CHOSEN + "references"),
     Fault("masks of blocks keep torch's fused kernel away", "engine/fused.py", "mask.ndim == 3 and q.ndim == 4", "False",
           "tests/sparse/test_local.py -k torchs_fused_kernel"),
-    Fault("blocks at the end have the mask of those inside", "mechanisms/sparse/banded.py", "(begin, min(end, number))", "(begin, number)",
+    Fault("blocks at the end have the mask of those inside", "mechanisms/sparse/banded.py", "(begin, end, True), (end, number, False)", "(begin, number, True)",
           "tests/sparse/test_local.py -k size_of_blocks"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,35 +97,34 @@ def banded_softmax(
 
     def attended(first: int, some: int, same: bool = False) -> Tensor:
         """Outputs of some blocks; where their masks are the same, of one mask for all."""
-        own = {"block": block, "number": some, "start": start + first * block}
-        seen, keys_seen, values = (
-            x if x is None else slices(x, keys_left=keys_left, keys_right=keys_right, **own)
-            for x in (None if same else inside[..., None], k, v)
-        )
-        mask = band[None] if seen is None else band & seen[..., None, :, 0]
+        at = start + first * block
+        around = partial(slices, block=block, keys_left=keys_left, keys_right=keys_right, number=some, start=at)
+        mask = band[None] if same else band & around(inside[..., None])[..., None, :, 0]
         if attn_mask is not None:
             rows = positions(some, block, block, first * block - front, q.device).clamp(min=0).clamp(max=length - 1)
-            columns = positions(some, block, span, own["start"] - keys_left, q.device).clamp(min=0).clamp(max=keys - 1)
+            columns = positions(some, block, span, at - keys_left, q.device).clamp(min=0).clamp(max=keys - 1)
             full = attn_mask.expand(*attn_mask.shape[:-2], length, keys)
             mask = masks.merge(full[..., rows[:, :, None], columns[:, None, :]], mask, q.dtype)
         queries = slices(q, block=block, keys_left=0, keys_right=0, number=some, start=first * block - front)
         if terms is not None:
             bias = offsets.scores(queries, terms, span, scale=scale).to(q.dtype)
             mask = masks.merge(bias, mask, q.dtype) if mask.dtype == torch.bool else bias + mask
-        added: Any = {"sinks": sinks, "has_bias": terms is not None}
-        return blockwise_softmax(queries, keys_seen, values, mask, dropout=dropout, scale=scale, **added)
+        added: Any = {"dropout": dropout, "scale": scale, "sinks": sinks, "has_bias": terms is not None}
+        return blockwise_softmax(queries, around(k), around(v), mask, **added)
 
-    parts = [attended(0, number)] if key_mask is not None or attn_mask is not None or traced() else []
-    if not parts:  # a slice within the keys has the same mask as any other
-        begin, end = -(min(start - keys_left, 0) // block), (keys - start - block - keys_right) // block + 1
-        begin, end = (begin, min(end, number)) if end - begin >= SHARING else (number, number)
+    begin = end = 0  # the blocks whose slices are within the keys: what they see is the same
+    if key_mask is None and attn_mask is None and not traced():
+        begin = -(min(start - keys_left, 0) // block)
+        end = min((keys - start - block - keys_right) // block + 1, number)
+    if end - begin < SHARING:
+        out = attended(0, number)
+    else:
         cuts = ((0, begin, False), (begin, end, True), (end, number, False))
-        parts = [attended(first, stop - first, same) for first, stop, same in cuts if stop > first]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, -3)
+        out = torch.cat([attended(first, stop - first, same) for first, stop, same in cuts if stop > first], -3)
     return join(out, front + length)[..., front:, :]
 
 
-SHARING = 16  # blocks of which one mask is worth a call of its own
+SHARING = 16  # blocks for which one mask is worth a call of its own
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
 
 

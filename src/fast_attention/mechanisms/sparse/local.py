@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -55,7 +55,8 @@ def dilated(
     if attn_mask is not None:
         attn_mask = _mask(attn_mask, length, keys, front, dilation)
     q = pad(q, (0, 0, front, 0)) if symbolic() or front else q
-    out = attend(*(_strided(x, dilation) for x in (q, k, v)), key_mask=visible, attn_mask=attn_mask)
+    every = (split(x, dilation).movedim(-2, -4) for x in (q, k, v))  # token of a stride: (..., dilation, H, n, E)
+    out = attend(*every, key_mask=visible, attn_mask=attn_mask)
     out = join(out.movedim(-4, -2), front + length)
     return out[..., front:, :] if symbolic() or front else out
 
@@ -90,11 +91,6 @@ def by_heads(
 
 def _of_heads(bias: Positions, chosen: slice, offsets: Tensor) -> Terms:
     return bias(offsets).of_heads(chosen)
-
-
-def _strided(x: Shaped[Tensor, "*batch heads length E"], dilation: int) -> Shaped[Tensor, "*batch dilation heads n E"]:
-    """Every ``dilation``-th token, from each of the first on."""
-    return split(x, dilation).movedim(-2, -4)
 
 
 def _mask(attn_mask: Tensor, length: int, keys: int, front: int, dilation: int) -> Tensor:
