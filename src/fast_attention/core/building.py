@@ -91,7 +91,9 @@ def build(file: Path, widths: Sequence[int], sanitize: bool = False) -> None:
                 [*compiler, *flags, "-c", str(source), "-o", to]
                 for (source, flags), to in zip(units, objects, strict=True)
             ]
-            with ThreadPoolExecutor(_cores()) as pool:
+            with ThreadPoolExecutor(
+                len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+            ) as pool:
                 for _ in pool.map(_run, reversed(commands)):  # the longest first
                     pass
             _run([*compiler, "-shared", *stripped, *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-o", str(partial)])
@@ -147,11 +149,6 @@ def _torch_folder() -> Path:
     if not (folder / "include" / "torch" / "csrc" / "stable" / "library.h").exists():
         raise NotBuilt(f"the torch in {folder} has no headers of its stable interface")
     return folder
-
-
-def _cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _run(command: Sequence[str]) -> str:

@@ -43,12 +43,8 @@ def by_head(
     if W.ndim != 3 or not short(x) or W.shape[0] != x.shape[-3]:
         return x @ W
     W = W.clone(memory_format=torch.contiguous_format)  # last digits turn on the layout, which a saved model has not
-    return torch.bmm(_rows(x), W).unflatten(1, (*x.shape[:-3], x.shape[-2])).movedim(0, -3)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The tokens of all sequences, (..., H, n, E) as (H, ... n, E)."""
-    return x.movedim(-3, 0).flatten(1, -2)
+    rows = x.movedim(-3, 0).flatten(1, -2)  # the tokens of all sequences, (H, ... n, E)
+    return torch.bmm(rows, W).unflatten(1, (*x.shape[:-3], x.shape[-2])).movedim(0, -3)
 
 
 def divide(heads: int, **grouped: Tensor) -> None:

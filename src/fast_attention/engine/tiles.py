@@ -18,12 +18,13 @@ from torch import Tensor
 from fast_attention import core
 from fast_attention.engine import masks, offsets, trace
 from fast_attention.engine.offsets import Terms
-from fast_attention.engine.operation import HALVES_AND_SINGLE, Fast, Operation, Tensors, unsupported_reason
+from fast_attention.engine.operation import HALVES, HALVES_AND_SINGLE, Fast, Operation, Tensors, unsupported_reason
 from fast_attention.engine.precision import in_float32
 
 ROWS = 48  # queries of a tile whose keys move on with the query: 92 % of the products are of visible pairs
 MOST_ROWS = 96  # of any tile
 FAR = 2**30  # beyond every offset
+CAUSAL = 64  # queries from which causal attention to all keys is faster than in torch's kernel
 ALIGNED = 16  # gradients of keys and values have rows of a multiple of this
 
 
@@ -182,6 +183,20 @@ def against(*tensors: Tensor | None, **settings: Any) -> str:
         if x is not None and x.dtype not in HALVES_AND_SINGLE:
             return "numbers of more than 32 bits"
     return ""
+
+
+@lru_cache
+def leads(dtype: torch.dtype) -> bool:
+    """Whether the core, where it serves, takes less time than torch's kernel for causal attention to all keys.
+
+    It leaves out more of what is hidden. In 16 bits torch has tile registers (Intel AMX) for every product.
+    """
+    return dtype == torch.float32 or (dtype in HALVES and not torch.cpu.get_capabilities().get("amx_tile"))
+
+
+def pays(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether causal attention of these tokens is faster in the core."""
+    return not unsupported(q, k, v) and q.shape[-2] >= CAUSAL and leads(q.dtype)
 
 
 Plans = Callable[..., Plan]  # (q, k, *tables, **settings)

@@ -394,7 +394,7 @@ def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, in
     whole = f"{order or 'full '}attention{extra}"
     if POSITIONS in call.changes and (seen is None or seen.is_whole):
         return whole, "torch's kernel, which reads a number for each offset", shortest, shortest
-    if CAP in call.changes and seen is not None and seen.is_whole:
+    if seen is not None and seen.is_whole and (CAP in call.changes or exact.in_tiles(seen, dtype)):
         return whole, "in tiles", shortest, shortest
     if seen is None or not seen.complete:
         return whole, "torch's kernel, as before", None, None

@@ -58,7 +58,7 @@ def _gathered(call: Call, k: Tensor, v: Tensor) -> tuple[list[State | None], Ten
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         mask = torch.zeros(*k.shape[:-3], 1, dtype=torch.bool, device=k.device)
     state = call.mechanism.summarise(k, v, call.w, key_mask=mask)
-    rows = collectives.all_gather(_packed(state), call.shards.group)
+    rows = collectives.all_gather(torch.cat([x.reshape(-1) for x in leaves(state)]), call.shards.group)
     return [_unpacked(state, row) if n else None for row, n in zip(rows, call.shards.keys, strict=True)], rows
 
 
@@ -66,11 +66,6 @@ def _total(mechanism: Any, states: list[State | None]) -> Any:
     """The combined state; None where there is none."""
     there = [state for state in states if state is not None]
     return reduce(mechanism.combine, there) if there else None
-
-
-def _packed(state: Any) -> Tensor:
-    """The numbers of a state in one row."""
-    return torch.cat([x.reshape(-1) for x in leaves(state)])
 
 
 def _unpacked(state: Any, row: Tensor) -> Any:

@@ -114,11 +114,7 @@ def plan(length: int, reach: int, columns: tuple[Interval, ...]) -> Plan:
     return Plan(torch.tensor([[rows]], dtype=torch.int32), torch.tensor(ranges, dtype=torch.int32))
 
 
-def _plan(q: Tensor, k: Tensor, *, reach: int, columns: tuple[Interval, ...]) -> Plan:
-    return plan(q.shape[-2], reach, columns)
-
-
-attend = tiles.operation(None, _plan)
+attend = tiles.operation(None, lambda q, k, **seen: plan(q.shape[-2], **seen))
 
 
 def _heads(module: Any, x: Float[Tensor, "length width"]) -> Float[Tensor, "heads length head"]:

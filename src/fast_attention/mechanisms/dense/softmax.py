@@ -27,8 +27,6 @@ from fast_attention.mechanisms.dense.relative import relative_attention
 from fast_attention.mechanisms.dense.scores import Scores
 from fast_attention.traits import FUSED
 
-TILES = 64  # queries from which causal attention is faster in the core, which leaves out more of what is hidden
-
 
 def softmax_attention(
     q: Float[Tensor, "*batch length width"],
@@ -61,7 +59,7 @@ def softmax_attention(
     if is_causal or key_mask is not None:
         is_causal, key_mask = _needed(q, is_causal, key_mask)
     if is_causal and key_mask is None and attn_mask is None and length == keys:
-        if length >= TILES and not dropout and not operation.unsupported_reason(v) and not tiles.against(q, k, v):
+        if not dropout and tiles.pays(q, k, v):
             return relative_attention(q, k, v, None, is_causal=True, scale=scale)
         trace.record("torch's fused kernel", "causal without a mask")
         return fused_attention(q, k, v, is_causal=True, dropout=dropout, scale=scale)

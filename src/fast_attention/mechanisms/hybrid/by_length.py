@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from fast_attention.decoding import State
 from fast_attention.engine import masks, trace
+from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.heads import repeated, viewed
 from fast_attention.engine.kv_cache import KVCache, append, concat_tokens
 from fast_attention.engine.tracing import exporting, traced
@@ -67,16 +68,18 @@ class Part(NamedTuple):
 def covered(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, short: Part, *, is_causal: bool) -> Tensor:
     """The outputs of ``short`` for all rows.
 
-    Exact attention with a mask is torch's own kernel, also where blocks of rows are faster: a model that was swapped
-    gives the numbers that it gave, to the bit. With gradients the kernel's mask would hold a number for every pair.
+    Exact attention is torch's own kernel, also where another form is faster: a model that was swapped gives the numbers
+    that it gave, to the bit. With gradients the kernel's mask would hold a number for every pair.
     """
-    if key_mask is None:
-        return short(q, k, v, is_causal=is_causal, key_mask=None)
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     exact = short.exact
-    if exact is None or traced() or wanted or bool(key_mask.all()):
+    if exact is None or traced() or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
         return short(q, k, v, is_causal=is_causal, key_mask=key_mask)
     length, keys = q.shape[-2], k.shape[-2]
+    if key_mask is None or bool(key_mask.all()):
+        if is_causal and length == keys > 1:
+            trace.record("torch's fused kernel", "the numbers that a model gave")
+            return fused_attention(q, k, v, is_causal=True, scale=exact.scale)
+        return short(q, k, v, is_causal=is_causal, key_mask=None)
     visible = masks.visible(length, keys, is_causal=is_causal and length > 1, key_mask=key_mask, device=q.device)
     return softmax_attention(q, k, v, attn_mask=visible, scale=exact.scale)
 

@@ -178,13 +178,11 @@ def _backward(
     return *d_tokens, None, None, None, d_numbers, d_learned, *d_weights
 
 
-def _why(*tensors: Any, near: BlockLocal, **settings: Any) -> str:
-    return f"{near!r} leaves keys out"
-
-
 _HYBRID = Operation(
     _plain,
-    cpu=Fast(_forward, _backward, halves=True, path=PATH, why=_why),
+    cpu=Fast(
+        _forward, _backward, halves=True, path=PATH, why=lambda *tensors, near, **settings: f"{near!r} leaves keys out"
+    ),
     compute=torch.float32,
     path="near keys exact, far ones as sums of features",
 )

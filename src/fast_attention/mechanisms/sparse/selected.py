@@ -235,13 +235,9 @@ def rows_of(x: Tensor, index: Int[Tensor, "*batch taken"]) -> Tensor:
     return take(x[..., None, :], index)[..., 0, :]
 
 
-def _plan(q: Tensor, k: Tensor, choices: Tensor, *, size: int, start: int) -> tiles.Plan:
-    return tiles.Plan.of_choices(choices, size)
-
-
 chosen_softmax = tiles.operation(
     _chosen_softmax,
-    _plan,
+    lambda q, k, choices, *, size, start: tiles.Plan.of_choices(choices, size),
     path="softmax in tiles of gathered queries",
     name="softmax in tiles of gathered queries",
     why="every query reads a few blocks of its past",
