@@ -75,6 +75,15 @@ def gemma3(positions: int) -> Any:
     return Gemma3TextModel(Gemma3TextConfig(**causal(query_pre_attn_scalar=64, max_position_embeddings=positions)))
 
 
+def llama(positions: int) -> Any:
+    """Llama with 6 layers: all of them see all tokens before."""
+    from transformers import LlamaConfig, LlamaModel
+
+    settings = causal(max_position_embeddings=positions)
+    del settings["sliding_window"]
+    return LlamaModel(LlamaConfig(**settings))
+
+
 def mistral(positions: int) -> Any:
     """Mistral with 6 layers: all of them see the last 512 tokens."""
     from transformers import MistralConfig, MistralModel
@@ -235,6 +244,7 @@ CASES = {
     "gemma3": Case(gemma3, {
         "forward": {512: None, 1024: None, 2048: None, 4096: 2.2, 8192: None, 16384: 4.0},
     }),
+    "llama": Case(llama, {"forward": {512: None, 1024: None, 2048: None, 4096: None, 8192: None}}),
     "mistral": Case(mistral, {"forward": {4096: 2.3, 16384: 6.0}}),
     "t5": Case(t5, {"forward": {1024: None, 2048: 2.7, 4096: 2.9, 8192: None}, "peak memory": {2048: 3.0, 4096: 3.0}}),
     "minilm": Case(minilm, {

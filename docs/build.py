@@ -215,8 +215,8 @@ def written() -> str:
 # README and docs/guides/swap.md: the same results, faster
 
 MODELS = {  # of a record of whole models -> what it is called
-    "modernbert": "ModernBERT", "gemma3": "Gemma 3", "mistral": "Mistral", "t5": "T5 encoder", "minilm": "MiniLM",
-    "longformer": "Longformer",
+    "modernbert": "ModernBERT", "gemma3": "Gemma 3", "llama": "Llama", "mistral": "Mistral", "t5": "T5 encoder",
+    "minilm": "MiniLM", "longformer": "Longformer",
 }  # fmt: skip
 FIRST = {
     "forward": "",

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from fast_attention import Attention, ReLUAttention, Softmax, catalogue
+from fast_attention import Attention, ReLUAttention, Softmax, catalogue, core
 from fast_attention.counting import peak_bytes
+from fast_attention.engine import tiles, trace
 from fast_attention.functional import relu_attention, softmax_attention
 from fast_attention.mechanisms.dense import relative
 from tests.cases import qkv, some_keys
@@ -31,6 +33,34 @@ def named(text: str) -> Any:
     mechanism = catalogue.parse(text)
     assert isinstance(mechanism, Attention)
     return mechanism
+
+
+@pytest.mark.skipif(bool(core.unavailable()), reason=core.unavailable() or "it serves")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [63, 64, 65, 300])
+def test_causal_softmax_runs_in_the_core(length: int, dtype: torch.dtype) -> None:
+    """From 64 tokens on; outputs and gradients are as near to float64's as those of torch's kernel."""
+    exact = [x.to(dtype).double().requires_grad_() for x in qkv(length)]
+    inputs = [x.detach().to(dtype).requires_grad_() for x in exact]
+    with trace.recorded() as steps:
+        Softmax()(*inputs, is_causal=True)
+    assert steps[0].path.startswith("compiled core" if length >= 64 and tiles.leads(dtype) else "torch's fused kernel")
+
+    def results(attend: Any, given: list[Tensor]) -> list[Tensor]:
+        out = attend(*given, is_causal=True)
+        return [out, *torch.autograd.grad(out.sin().sum(), given)]
+
+    wanted = results(F.scaled_dot_product_attention, exact)
+    theirs, ours = (results(each, inputs) for each in (F.scaled_dot_product_attention, Softmax()))
+    for a, b, c in zip(wanted, theirs, ours, strict=True):
+        assert (c - a).abs().max() <= 2 * (b - a).abs().max() + 1e-6 * a.abs().max()
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_torch_keeps_16_bits_where_it_has_tile_registers(registers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": registers})
+    told = {x: tiles.leads.__wrapped__(x) for x in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+    assert [*told.values()] == [False, True, not registers, not registers]
 
 
 def test_softmax_does_not_change_where_scores_shift(device: torch.device) -> None:

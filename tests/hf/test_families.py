@@ -215,6 +215,21 @@ def test_swap_back_restores_the_model() -> None:
         assert [*vars(model)] == state
 
 
+@torch.no_grad()
+def test_full_causal_layers_run_in_the_core() -> None:
+    """From the length on that the report names; without the core they run what ran."""
+    model = families.decoder("Llama", max_position_embeddings=600)
+    layer = swap(model).layers[0]
+    runs = not core.unavailable()
+    assert (layer.computes, layer.faster_from) == ("causal attention", 256 if runs else None)
+    for length in (255, 256, 300):
+        ids = torch.randint(3, families.VOCABULARY, (2, length))
+        with calls.original():
+            wanted = first(model(ids))
+        assert torch.equal(got := first(model(ids)), wanted) != (runs and length >= 256)
+        assert away(wanted, got) < SAME
+
+
 def test_windows_are_counted_as_the_model_does() -> None:
     """Mistral's 8 are the token itself and seven before it; ModernBERT's 16 are eight on either side."""
     layer = swap(families.decoder("Mistral")).layers[0]

@@ -43,10 +43,10 @@ def softmax_attention(
 ) -> Float[Tensor, "*batch length values"]:
     """``softmax(Q K^T scale + mask) V`` (arXiv 1706.03762, Eq. 1); ``scale`` is 1/sqrt(width) unless given.
 
-    Runs torch's fused kernel, which never holds the score matrix, and where it would want a mask of every query for
-    every key, a block of queries at a time (on a CPU). A query that sees nothing gets zeros. ``bias`` gives what scores
-    gain by offsets j - i, as ``engine.offsets`` has them, head by head, and ``sinks`` a score of each head whose
-    exponential is added to normalisers: q, k and v are then (..., H, L, E).
+    Runs torch's fused kernel, which never holds the score matrix; on a CPU the compiled core in causal order, and where
+    the kernel would want a mask of every query for every key, a block of queries at a time. A query that sees nothing
+    gets zeros. ``bias`` gives what scores gain by offsets j - i, as ``engine.offsets`` has them, head by head, and
+    ``sinks`` a score of each head whose exponential is added to normalisers: q, k and v are then (..., H, L, E).
     """
     if bias is not None or sinks is not None:
         is_causal, key_mask = _needed(q, is_causal, key_mask)
