@@ -40,9 +40,9 @@ def step(model: Any, ids: Tensor, cache: Any, mask: Tensor | None = None) -> Ten
         return model(ids, attention_mask=mask, **{cache_argument.name_of(model.forward): cache}).logits
 
 
-def outputs(model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
+def outputs(model: Any, ids: Tensor, mask: Tensor | None, **given: Any) -> Tensor:
     with torch.no_grad():
-        return model(ids, attention_mask=mask)[0]
+        return model(ids, attention_mask=mask, **given)[0]
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Llama"])
@@ -63,6 +63,7 @@ def test_short_inputs_give_what_the_model_gave_to_the_bit(kind: str, length: int
         repr(ByLength(Softmax(), FavorPlus(num_features=8), length))
     }
     assert torch.equal(outputs(model, ids, given)[mask.bool()], before)
+    assert torch.equal(outputs(model, ids, given, use_cache=False)[mask.bool()], before)
     swap(model, "FavorPlus(num_features=8)", exact_up_to=length // 3)
     assert not torch.equal(outputs(model, ids, given)[mask.bool()], before)
 

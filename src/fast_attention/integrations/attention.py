@@ -21,7 +21,7 @@ from fast_attention.integrations.modules import NAME
 from fast_attention.integrations.visible import Positions, Visibility
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.hybrid.by_length import Part, covered, exact_for
+from fast_attention.mechanisms.hybrid.by_length import ByLength, Part, covered, exact_for
 from fast_attention.nn.bound import Bound
 from fast_attention.packed import Packing
 
@@ -77,15 +77,14 @@ class Swapped(nn.Module):
             return cache.exact(q, k, v) if visibility.tokens is None and is_step else None
         if q.shape[:2] != k.shape[:2]:
             return None
-        short, key_mask = exact_for(bound.mechanism, keys), visibility.key_mask(keys)
+        causal, key_mask = visibility.is_causal, visibility.key_mask(keys)
+        short = exact_for(bound.mechanism, q.shape[-2], keys, is_causal=causal)
         if short is None:
             return None
-        if key_mask is None:
-            return softmax_attention(q, k, v, is_causal=visibility.is_causal, scale=short.scale)
-        k, v, mask = checks.without_masked(k, v, key_mask, "qkv")
-        if short is bound.mechanism:
-            return softmax_attention(q, k, v, key_mask=mask, is_causal=visibility.is_causal, scale=short.scale)
-        return covered(q, k, v, mask, Part(short, ()), is_causal=visibility.is_causal)
+        k, v, mask = (k, v, None) if key_mask is None else checks.without_masked(k, v, key_mask, "qkv")
+        if isinstance(bound.mechanism, ByLength):
+            return covered(q, k, v, mask, Part(short, ()), is_causal=causal)
+        return softmax_attention(q, k, v, key_mask=mask, is_causal=causal, scale=short.scale)
 
     def state_in(self, cache: Any, module: nn.Module) -> StateLayer | None:
         """The layer of transformers' cache that keeps the mechanism's state; None where keys and values are kept."""

@@ -29,7 +29,7 @@ from fast_attention.engine.tracing import exporting, traced
 from fast_attention.mechanism import Attention, Mixer, Places, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import Softmax, softmax_attention
 from fast_attention.mechanisms.hybrid.reference import SinkTokens
-from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.mechanisms.sparse.local import Local, NearKeys
 from fast_attention.traits import PARTS
 from fast_attention.value import at_least
 
@@ -384,13 +384,15 @@ class ByLength(Attention[Any, ByLengthState]):
         return out, state._replace(content=ByLengthState(count, KVCache(keys, values, visible), None))
 
 
-def exact_for(mechanism: Attention[Any, Any], keys: int) -> Softmax | None:
+def exact_for(mechanism: Attention[Any, Any], length: int, keys: int, *, is_causal: bool) -> Softmax | None:
     """The exact attention, of dot products alone, that a mechanism is to so many keys; None: it is something else."""
     while isinstance(mechanism, ByLength):
         if keys > mechanism.above:
             return None
         trace.record(mechanism.short.expression, FEW, above=mechanism.above)
         mechanism = mechanism.short
+    if isinstance(mechanism, NearKeys) and mechanism.is_plain and mechanism.covers(length, keys, is_causal=is_causal):
+        return Softmax(mechanism.scale)
     return mechanism if isinstance(mechanism, Softmax) and mechanism.is_plain else None
 
 
