@@ -5,6 +5,8 @@ from tests.faults.fault import LAW, Fault
 FAULTS = [
     Fault("memory is kept in the name only", "allocator.py", "library.mallopt(TRIM_THRESHOLD, most)", "True",
           "tests/test_allocator.py -k sizes_and_places"),
+    Fault("memory of other threads is given back", "allocator.py", "library.mallopt(ARENA_MAX, 1)", "pass",
+          "tests/test_allocator.py -k not_given_anew"),
     Fault("numpy's numbers stay in settings, whose repr nothing reads", "value.py", "else float(value)", "else value",
           "tests/test_catalogue.py -k numpy"),
     Fault("fewer values than keys reach torch's kernel", "checks.py", "            rows(inputs, same_width=same_width)\n", "",

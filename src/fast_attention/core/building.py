@@ -91,9 +91,8 @@ def build(file: Path, widths: Sequence[int], sanitize: bool = False) -> None:
                 [*compiler, *flags, "-c", str(source), "-o", to]
                 for (source, flags), to in zip(units, objects, strict=True)
             ]
-            with ThreadPoolExecutor(
-                len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-            ) as pool:
+            cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+            with ThreadPoolExecutor(cores) as pool:
                 for _ in pool.map(_run, reversed(commands)):  # the longest first
                     pass
             _run([*compiler, "-shared", *stripped, *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-o", str(partial)])

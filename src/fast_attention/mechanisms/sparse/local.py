@@ -55,8 +55,8 @@ def dilated(
     if attn_mask is not None:
         attn_mask = _mask(attn_mask, length, keys, front, dilation)
     q = pad(q, (0, 0, front, 0)) if symbolic() or front else q
-    every = (split(x, dilation).movedim(-2, -4) for x in (q, k, v))  # token of a stride: (..., dilation, H, n, E)
-    out = attend(*every, key_mask=visible, attn_mask=attn_mask)
+    strided = (split(x, dilation).movedim(-2, -4) for x in (q, k, v))  # (..., dilation, H, n, E)
+    out = attend(*strided, key_mask=visible, attn_mask=attn_mask)
     out = join(out.movedim(-4, -2), front + length)
     return out[..., front:, :] if symbolic() or front else out
 
