@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fast_attention import Attention, ReLUAttention, Softmax, catalogue, core
 from fast_attention.counting import peak_bytes
 from fast_attention.engine import tiles, trace
+from fast_attention.engine.operation import HALVES
 from fast_attention.functional import relu_attention, softmax_attention
 from fast_attention.mechanisms.dense import relative
 from tests.cases import qkv, some_keys
@@ -37,17 +38,25 @@ def named(text: str) -> Any:
 
 @pytest.mark.skipif(bool(core.unavailable()), reason=core.unavailable() or "it serves")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("length", [63, 64, 65, 300])
-def test_causal_softmax_runs_in_the_core(length: int, dtype: torch.dtype) -> None:
-    """From 64 tokens on; outputs and gradients are as near to float64's as those of torch's kernel."""
+@pytest.mark.parametrize(
+    ("is_causal", "length", "runs"),
+    [(True, 63, False), (True, 64, True), (True, 65, True), (True, 300, True), (False, 127, False), (False, 131, True)],
+)
+def test_softmax_runs_in_the_core(
+    is_causal: bool, length: int, runs: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it leads; outputs and gradients are as near to float64's as those of torch's kernel."""
+    monkeypatch.setattr(tiles, "leads", lambda dtype, is_causal: True)
     exact = [x.to(dtype).double().requires_grad_() for x in qkv(length)]
     inputs = [x.detach().to(dtype).requires_grad_() for x in exact]
-    with trace.recorded() as steps:
-        Softmax()(*inputs, is_causal=True)
-    assert steps[0].path.startswith("compiled core" if length >= 64 and tiles.leads(dtype) else "torch's fused kernel")
+    for trains in (False, True):
+        with trace.recorded() as steps, torch.set_grad_enabled(trains):
+            Softmax()(*inputs, is_causal=is_causal)
+        served = runs and (is_causal or not trains or dtype != torch.bfloat16)  # float16 is computed in float32
+        assert steps[0].path.startswith("compiled core" if served else "torch's fused kernel")
 
     def results(attend: Any, given: list[Tensor]) -> list[Tensor]:
-        out = attend(*given, is_causal=True)
+        out = attend(*given, is_causal=is_causal)
         return [out, *torch.autograd.grad(out.sin().sum(), given)]
 
     wanted = results(F.scaled_dot_product_attention, exact)
@@ -57,10 +66,17 @@ def test_causal_softmax_runs_in_the_core(length: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("registers", [False, True])
-def test_torch_keeps_16_bits_where_it_has_tile_registers(registers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": registers})
-    told = {x: tiles.leads.__wrapped__(x) for x in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
-    assert [*told.values()] == [False, True, not registers, not registers]
+@pytest.mark.parametrize(("name", "width"), [("AMD EPYC", 16), ("AMD EPYC", 8), ("Intel(R) Xeon(R)", 16), (None, 4)])
+def test_torch_keeps_what_it_multiplies_faster(
+    name: str | None, width: int, registers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 bits where it has tile registers, and all keys but where Intel's library is slow."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": registers, "cpu_name": name})
+    monkeypatch.setattr(core, "native_width", lambda: width)
+    for is_causal in (False, True):
+        leads = is_causal or (name == "AMD EPYC" and width == 16)
+        told = [tiles.leads.__wrapped__(x, is_causal=is_causal) for x in (torch.float64, torch.float32, *HALVES)]
+        assert told == [False, leads, *(leads and not registers for _ in HALVES)]
 
 
 def test_softmax_does_not_change_where_scores_shift(device: torch.device) -> None:

@@ -52,6 +52,6 @@ FAULTS = [
     Fault("a soft cap is left out", "integrations/exact/attention.py", '"cap": float(cap or 0.0)', '"cap": 0.0', "tests/hf/test_scores.py -k soft_caps"),
     Fault("ALiBi's slopes have the other sign", "integrations/own_code.py", "return -modeling_mpt", "return modeling_mpt",
           "tests/hf/test_scores.py"),
-    Fault("full causal layers run what ran", "integrations/exact/attention.py", "(length == keys and not tiles.pays(q, k, v))", "length == keys",
-          "tests/hf/test_families.py -k full_causal"),
+    Fault("full layers run what ran", "integrations/exact/attention.py", " and not tiles.pays(q, k, v, is_causal=causal):", ":",
+          "tests/hf/test_families.py -k full_layers"),
 ]  # fmt: skip

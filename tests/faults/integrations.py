@@ -160,7 +160,7 @@ FAULTS = [
     Fault("a short text's exact attention goes on beyond its length", "mechanisms/hybrid/by_length.py", "if keys > mechanism.above:", "if False:",
           "tests/integrations/test_exact_up_to.py -k to_the_bit"),
     Fault("short texts see their padding", "integrations/attention.py", "if key_mask is None else checks", "if True else checks", "tests/integrations/test_exact_up_to.py -k to_the_bit"),
-    Fault("short causal texts run in the core", "mechanisms/hybrid/by_length.py", "if is_causal and length == keys > 1:", "if False:", "tests/integrations/test_exact_up_to.py -k to_the_bit"),
+    Fault("short texts run in the core", "mechanisms/hybrid/by_length.py", "if length == keys or not is_causal:", "if False:", "tests/integrations/test_exact_up_to.py -k to_the_bit"),
     Fault("a window in a swapped model is exact at any length", "mechanisms/hybrid/by_length.py", "and mechanism.covers(length, keys, is_causal=is_causal):", ":", "tests/integrations/test_swap.py"),
     Fault("hooks on a mechanism are passed by", "integrations/attention.py", "if bound._forward_pre_hooks or bound._forward_hooks or", "if", "tests/integrations/test_exact_up_to.py -k hooks_on"),
     Fault("the mask of one length is taken for another's", "integrations/visible.py", "replace(positions, batch=1, first_query", "replace(positions, batch=1, queries=2, keys=2, first_query",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import cache_argument, core, swap, swap_back
+from fast_attention.engine import tiles
 from fast_attention.integrations import calls
 from tests.hf import families
 from tests.hf.families import DECODERS, ENCODERS, WINDOW
@@ -216,12 +217,16 @@ def test_swap_back_restores_the_model() -> None:
 
 
 @torch.no_grad()
-def test_full_causal_layers_run_in_the_core() -> None:
-    """From the length on that the report names; without the core they run what ran."""
-    model = families.decoder("Llama", max_position_embeddings=600)
+@pytest.mark.parametrize(("name", "leads"), [("Llama", True), ("Bert", True), ("Bert", False)])
+def test_full_layers_run_in_the_core(name: str, leads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it leads, from the length on that the report names; without the core they run what ran."""
+    monkeypatch.setattr(tiles, "leads", lambda dtype, is_causal: leads)
+    make = families.decoder if name == "Llama" else families.encoder
+    model = make(name, max_position_embeddings=600)
     layer = swap(model).layers[0]
-    runs = not core.unavailable()
-    assert (layer.computes, layer.faster_from) == ("causal attention", 256 if runs else None)
+    runs = leads and not core.unavailable()
+    kind = "causal attention" if name == "Llama" else "full attention"
+    assert (layer.computes, layer.faster_from) == (kind, 256 if runs else None)
     for length in (255, 256, 300):
         ids = torch.randint(3, families.VOCABULARY, (2, length))
         with calls.original():

@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 
 from fast_attention import core, swap, swap_back
+from fast_attention.engine import tiles
 from fast_attention.integrations import calls
 from fast_attention.mechanism import Unsupported
 from tests.fresh import told
@@ -26,11 +27,17 @@ HOLES = torch.ones_like(LONG)
 HOLES[0, 250:] = HOLES[1, 90:] = 0
 
 
+@pytest.fixture
+def kernels_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full layers that are not causal stay with torch's kernel, as they do on most processors."""
+    monkeypatch.setattr(tiles, "leads", lambda dtype, is_causal: is_causal)
+
+
 def mistral(**settings: Any) -> Any:
     return families.decoder("Mistral", **{"max_position_embeddings": 400, **settings})
 
 
-def test_the_report_tells_what_is_gained_and_checks_a_batch() -> None:
+def test_the_report_tells_what_is_gained_and_checks_a_batch(kernels_of_torch: None) -> None:
     model = families.encoder("ModernBert", max_position_embeddings=400)
     report = swap(model)
     assert " ".join(str(report).splitlines()[-3:]) == (
@@ -82,7 +89,7 @@ def test_a_form_that_gives_something_else_is_left_alone(monkeypatch: pytest.Monk
     assert torch.equal(first(model(IDS)), wanted)
 
 
-def test_nothing_to_gain_changes_nothing() -> None:
+def test_nothing_to_gain_changes_nothing(kernels_of_torch: None) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     model = transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=16, patch_size=8))
     before = [*vars(model)]
@@ -196,7 +203,7 @@ def test_a_swap_for_a_mechanism_follows_and_is_followed() -> None:
 
 
 @torch.no_grad()
-def test_eager_models_give_their_matrices() -> None:
+def test_eager_models_give_their_matrices(kernels_of_torch: None) -> None:
     model = families.encoder("Bert", max_position_embeddings=400)
     model.set_attn_implementation("eager")
     wanted = model(LONG, attention_mask=HOLES, output_attentions=True)

@@ -24,7 +24,8 @@ from fast_attention.engine.precision import in_float32
 ROWS = 48  # queries of a tile whose keys move on with the query: 92 % of the products are of visible pairs
 MOST_ROWS = 96  # of any tile
 FAR = 2**30  # beyond every offset
-CAUSAL = 64  # queries from which causal attention to all keys is faster than in torch's kernel
+# Queries from which attention to all keys is faster than in torch's kernel: in causal order, and without.
+CAUSAL, FULL = 64, 128
 ALIGNED = 16  # gradients of keys and values have rows of a multiple of this
 
 
@@ -186,17 +187,26 @@ def against(*tensors: Tensor | None, **settings: Any) -> str:
 
 
 @lru_cache
-def leads(dtype: torch.dtype) -> bool:
-    """Whether the core, where it serves, takes less time than torch's kernel for causal attention to all keys.
+def leads(dtype: torch.dtype, *, is_causal: bool) -> bool:
+    """Whether the core, where it serves, takes less time than torch's kernel for attention to all keys.
 
-    It leaves out more of what is hidden. In 16 bits torch has tile registers (Intel AMX) for every product.
+    In causal order it leaves out more of what is hidden. Else products decide: torch takes them from Intel's library,
+    which reaches 80 % of the peak of AMD's processors with AVX-512; the core 95 %. In 16 bits torch has tile registers
+    (Intel AMX) for every product.
     """
-    return dtype == torch.float32 or (dtype in HALVES and not torch.cpu.get_capabilities().get("amx_tile"))
+    cpu = torch.cpu.get_capabilities()
+    if not is_causal and not (str(cpu.get("cpu_name")).startswith("AMD") and core.native_width() == 16):
+        return False
+    return dtype == torch.float32 or (dtype in HALVES and not cpu.get("amx_tile"))
 
 
-def pays(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether causal attention of these tokens is faster in the core."""
-    return not unsupported(q, k, v) and q.shape[-2] >= CAUSAL and leads(q.dtype)
+def pays(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
+    """Whether attention of these tokens to all keys is faster in the core; its gradients in 16 bits are not."""
+    if unsupported(q, k, v) or q.shape[-2] < (CAUSAL if is_causal else FULL):
+        return False
+    if not is_causal and q.dtype in HALVES and torch.is_grad_enabled() and q.requires_grad:
+        return False
+    return leads(q.dtype, is_causal=is_causal)
 
 
 Plans = Callable[..., Plan]  # (q, k, *tables, **settings)

@@ -393,7 +393,8 @@ def _describe(call: AttentionCall, model: Any) -> tuple[str, str, int | None, in
         return f"{order}attention{extra}", f"{WITHOUT_CORE} ({why})", None, None
     whole = f"{order or 'full '}attention{extra}"
     if POSITIONS in call.changes and (seen is None or seen.is_whole):
-        return whole, "torch's kernel, which reads a number for each offset", shortest, shortest
+        form = "torch's kernel, a block of queries at a time" if core.unavailable() else "in tiles"
+        return whole, form, shortest, shortest
     if seen is not None and seen.is_whole and (CAP in call.changes or exact.in_tiles(seen, dtype)):
         return whole, "in tiles", shortest, shortest
     if seen is None or not seen.complete:

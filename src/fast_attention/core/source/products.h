@@ -27,7 +27,6 @@ inline void micro_kernel(int64_t K, const float* A, int64_t row, int64_t column,
 #pragma GCC unroll 4
     for (int j = 0; j < N; ++j) {
       b[j] = load(B + j * W);
-      __builtin_prefetch(B + 8 * ldb + j * W);
     }
 #pragma GCC unroll 12
     for (int i = 0; i < M; ++i) {

@@ -163,8 +163,8 @@ def _pays(seen: Visibility, positions: Positions, before: str, dtype: torch.dtyp
 
 
 def in_tiles(seen: Visibility, dtype: torch.dtype) -> bool:
-    """Whether the core computes attention to all keys in causal order, which takes it less time than torch's kernel."""
-    return seen.is_causal and seen.is_whole and tiles.leads(dtype) and not core.unavailable()
+    """Whether the core computes attention to all keys, where that takes it less time than torch's kernel."""
+    return seen.is_whole and not core.unavailable() and tiles.leads(dtype, is_causal=seen.is_causal)
 
 
 # Attention -----------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def _one_text(
     left = keys - 1 if keys_left is None else keys_left
     is_whole = left >= keys - 1 and (causal or keys_right is None or keys_right >= length - 1)
     is_plain = is_whole and sinks is None and bias is None and cap is None
-    if is_plain and (not causal or (length == keys and not tiles.pays(q, k, v))):
+    if is_plain and (length == keys or not causal) and not tiles.pays(q, k, v, is_causal=causal):
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(
             q, k, v, is_causal=causal and keys > 1, scale=scale, dropout_p=dropout, enable_gqa=grouped

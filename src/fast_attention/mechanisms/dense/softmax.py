@@ -43,8 +43,8 @@ def softmax_attention(
 ) -> Float[Tensor, "*batch length values"]:
     """``softmax(Q K^T scale + mask) V`` (arXiv 1706.03762, Eq. 1); ``scale`` is 1/sqrt(width) unless given.
 
-    Runs torch's fused kernel, which never holds the score matrix; on a CPU the compiled core in causal order, and where
-    the kernel would want a mask of every query for every key, a block of queries at a time. A query that sees nothing
+    Runs torch's fused kernel, which never holds the score matrix; on a CPU the compiled core where it is faster (in
+    causal order, and on some processors without), and where the kernel would want a mask of all pairs. A query that sees nothing
     gets zeros. ``bias`` gives what scores gain by offsets j - i, as ``engine.offsets`` has them, head by head, and
     ``sinks`` a score of each head whose exponential is added to normalisers: q, k and v are then (..., H, L, E).
     """
@@ -58,11 +58,11 @@ def softmax_attention(
     length, keys = q.shape[-2], k.shape[-2]
     if is_causal or key_mask is not None:
         is_causal, key_mask = _needed(q, is_causal, key_mask)
-    if is_causal and key_mask is None and attn_mask is None and length == keys:
-        if not dropout and tiles.pays(q, k, v):
-            return relative_attention(q, k, v, None, is_causal=True, scale=scale)
-        trace.record("torch's fused kernel", "causal without a mask")
-        return fused_attention(q, k, v, is_causal=True, dropout=dropout, scale=scale)
+    if key_mask is None and attn_mask is None and (length == keys or not is_causal):
+        if not dropout and tiles.pays(q, k, v, is_causal=is_causal):
+            return relative_attention(q, k, v, None, is_causal=is_causal, scale=scale)
+        trace.record("torch's fused kernel", f"{'causal without a' if is_causal else 'no'} mask")
+        return fused_attention(q, k, v, is_causal=is_causal, dropout=dropout, scale=scale)
     why = "an attn_mask, dropout or low precision"
     if attn_mask is None and dropout == 0.0 and q.dtype.itemsize >= 4 and (is_causal or key_mask is not None):
         why = operation.unsupported_reason(v) or rows.few(v, length, at_least=2**18)
@@ -76,7 +76,7 @@ def softmax_attention(
         mask = masks.merge(attn_mask, mask, q.dtype)
     if mask is not None and not mask.ndim == q.ndim >= 4:  # one for all heads: the kernel would copy it for each
         mask = mask.expand(*q.shape[:-1], keys)
-    trace.record("torch's fused kernel", "no mask" if mask is None else f"with a mask: {why}")
+    trace.record("torch's fused kernel", f"with a mask: {why}")
     return fused_attention(q, k, v, mask, dropout=dropout, scale=scale)
 
 

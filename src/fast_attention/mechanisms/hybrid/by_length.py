@@ -76,9 +76,9 @@ def covered(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, short: Par
         return short(q, k, v, is_causal=is_causal, key_mask=key_mask)
     length, keys = q.shape[-2], k.shape[-2]
     if key_mask is None or bool(key_mask.all()):
-        if is_causal and length == keys > 1:
+        if length == keys or not is_causal:
             trace.record("torch's fused kernel", "the numbers that a model gave")
-            return fused_attention(q, k, v, is_causal=True, scale=exact.scale)
+            return fused_attention(q, k, v, is_causal=is_causal and keys > 1, scale=exact.scale)
         return short(q, k, v, is_causal=is_causal, key_mask=None)
     visible = masks.visible(length, keys, is_causal=is_causal and length > 1, key_mask=key_mask, device=q.device)
     return softmax_attention(q, k, v, attn_mask=visible, scale=exact.scale)
