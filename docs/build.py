@@ -308,7 +308,7 @@ def recommended() -> str:
         "WKV()": "a language model of long texts",
         "Local(window=64) + WKV()": "the same, with exact attention to near tokens",
         "Local(window=64)": "near tokens alone",
-        measured.EXACT: "(exact attention)",
+        measured.EXACT: "(exact attention, by torch's kernel)",
     }
     rows = [
         (words, f"`{name}`", times(fmean(steps[measured.EXACT]) / fmean(steps[name])), f"{learnt[name]:.2f}")

@@ -195,18 +195,16 @@ def leads(dtype: torch.dtype, *, is_causal: bool) -> bool:
     (Intel AMX) for every product.
     """
     cpu = torch.cpu.get_capabilities()
-    if not is_causal and not (str(cpu.get("cpu_name")).startswith("AMD") and core.native_width() == 16):
-        return False
-    return dtype == torch.float32 or (dtype in HALVES and not cpu.get("amx_tile"))
+    fast = is_causal or (str(cpu.get("cpu_name")).startswith("AMD") and core.native_width() == 16)
+    return fast and (dtype == torch.float32 or (dtype in HALVES and not cpu.get("amx_tile")))
 
 
 def pays(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
     """Whether attention of these tokens to all keys is faster in the core; its gradients in 16 bits are not."""
     if unsupported(q, k, v) or q.shape[-2] < (CAUSAL if is_causal else FULL):
         return False
-    if not is_causal and q.dtype in HALVES and torch.is_grad_enabled() and q.requires_grad:
-        return False
-    return leads(q.dtype, is_causal=is_causal)
+    trains = torch.is_grad_enabled() and q.requires_grad
+    return leads(q.dtype, is_causal=is_causal) and (is_causal or q.dtype not in HALVES or not trains)
 
 
 Plans = Callable[..., Plan]  # (q, k, *tables, **settings)

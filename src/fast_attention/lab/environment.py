@@ -42,6 +42,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
     from fast_attention import core
 
+    cpu = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
     return {
         "fast_attention": __version__,
         "commit": _commit(),
@@ -50,7 +51,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": str(device),
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "cores": os.cpu_count(),
         "usable_cores": usable_cores(),
         "threads": torch.get_num_threads(),
@@ -136,12 +137,6 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return []
-
-
-def _processor() -> str:
-    lines = _lines(Path("/proc/cpuinfo"))
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

@@ -43,21 +43,19 @@ def softmax_attention(
 ) -> Float[Tensor, "*batch length values"]:
     """``softmax(Q K^T scale + mask) V`` (arXiv 1706.03762, Eq. 1); ``scale`` is 1/sqrt(width) unless given.
 
-    Runs torch's fused kernel, which never holds the score matrix; on a CPU the compiled core where it is faster (in
-    causal order, and on some processors without), and where the kernel would want a mask of all pairs. A query that sees nothing
-    gets zeros. ``bias`` gives what scores gain by offsets j - i, as ``engine.offsets`` has them, head by head, and
-    ``sinks`` a score of each head whose exponential is added to normalisers: q, k and v are then (..., H, L, E).
+    Runs torch's fused kernel, which never holds the score matrix; on a CPU the compiled core where it is faster, in
+    causal order and on some processors without, and where the kernel would want a mask of all pairs. A query that sees
+    nothing gets zeros. ``bias`` gives what scores gain by offsets j - i, as ``engine.offsets`` has them, head by head,
+    and ``sinks`` a score of each head whose exponential is added to normalisers: q, k and v are then (..., H, L, E).
     """
-    if bias is not None or sinks is not None:
-        is_causal, key_mask = _needed(q, is_causal, key_mask)
-        masked = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout}
-        return relative_attention(q, k, v, bias, sinks, scale=scale, **masked)
-    if q.is_cpu and q.dtype == torch.float16:  # torch's kernel is slower there than both casts
-        masked = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout}
-        return in_float32(softmax_attention)(q, k, v, scale=scale, **masked)
-    length, keys = q.shape[-2], k.shape[-2]
     if is_causal or key_mask is not None:
         is_causal, key_mask = _needed(q, is_causal, key_mask)
+    masked: Any = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout}
+    if bias is not None or sinks is not None:
+        return relative_attention(q, k, v, bias, sinks, scale=scale, **masked)
+    if q.is_cpu and q.dtype == torch.float16:  # torch's kernel is slower there than both casts
+        return in_float32(softmax_attention)(q, k, v, scale=scale, **masked)
+    length, keys = q.shape[-2], k.shape[-2]
     if key_mask is None and attn_mask is None and (length == keys or not is_causal):
         if not dropout and tiles.pays(q, k, v, is_causal=is_causal):
             return relative_attention(q, k, v, None, is_causal=is_causal, scale=scale)
