@@ -175,7 +175,7 @@ def test_the_kernel_is_that_of_repeated_heads() -> None:
     """Four axes, or torch's fused kernel would not serve: no scores are held."""
     from fast_attention import explain
 
-    q, k, v = (x.float().requires_grad_() for x in grouped(64, 64, 2, "cpu"))
+    q, k, v = (x.float().requires_grad_() for x in grouped(63, 63, 2, "cpu"))  # so few do not run in the core
     for is_causal in (False, True):
         one = explain("Softmax", q, q, q, is_causal=is_causal).kernels
         assert explain(Bound("Softmax", Shape(4, 8)), q, k, v, is_causal=is_causal, enable_gqa=True).kernels == one

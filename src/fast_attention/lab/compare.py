@@ -113,16 +113,16 @@ def same_results(
 ) -> dict[str, Any] | None:  # fmt: skip
     """Measure what ``swap(model)`` gains without changing results, for the record; None where no model is read.
 
-    Lengths beyond the model's own positions are left out, and none begins after so many seconds.
+    Lengths at which every layer runs what it ran, or beyond the model's positions, are left out; none begins late.
     """
     if not isinstance(source, HuggingFace):
         return None
     began, model = time.perf_counter(), loading.load(source.name, head="none").float()
     report = swap(model)
     rows: list[dict[str, Any]] = []
+    least = min((layer.faster_from or 0 for layer in report.faster), default=math.inf)
     for length in sorted(lengths):
-        is_read = source.own_context is None or length <= source.own_context
-        if not (report.faster and is_read) or time.perf_counter() - began > seconds:
+        if not least <= length <= (source.own_context or math.inf) or time.perf_counter() - began > seconds:
             continue
         watch(f"same results at {length:,} tokens")
         ids, _ = source.corpus.tokens(source.tokenizer, length)
