@@ -189,6 +189,8 @@ def attention(
     if seen is None and attention_mask is None and query.shape[2] == key.shape[2]:
         borders = next(iter(calls.packed()), {}).get("cu_seq_lens_q")  # of a packed row, for which there is no mask
         seen = None if borders is None else Visibility(no_mask, packing=packed.packing(borders, None))
+    if seen is None and isinstance(given.get(BIAS), (Tensor, type(None))):  # at once: short texts cost no more
+        return original(attention_mask)
     changes = changed(given, seen)
     positions, cap = changes.get(POSITIONS), changes.get(CAP)
     takes = getattr(positions, "takes", None)  # of positions that were made before their mask was known
@@ -198,14 +200,12 @@ def attention(
     if positions is not None and not (runs and (attention_mask is None or seen is not None)):
         mask = attention_mask if seen is None else seen.dense()
         return original(mask, position_bias=positions.dense(query, key))
-    if positions is not None and seen is None:
+    if seen is None:
         causal = query.shape[2] > 1 and before == "sdpa"  # transformers' eager attention sees all without a mask
         causal = causal and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         seen = Visibility(no_mask, is_causal=causal)
         if causal:  # what follows in a cache of a fixed size is empty, as transformers' function has it
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    if seen is None:
-        return original(attention_mask)
     has_others = seen.packing is not None and query.shape[2] != key.shape[2]  # packed texts with other keys
     if not {*changes} <= {*SUPPORTED} or has_others or (cap is not None and core.unavailable()):
         return original(seen.dense())
