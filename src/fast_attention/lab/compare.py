@@ -113,7 +113,7 @@ def same_results(
 ) -> dict[str, Any] | None:  # fmt: skip
     """Measure what ``swap(model)`` gains without changing results, for the record; None where no model is read.
 
-    Lengths at which every layer runs what it ran, or beyond the model's positions, are left out; none begins late.
+    Left out: lengths at which every layer runs what it ran, or beyond its positions, or begun after ``seconds``.
     """
     if not isinstance(source, HuggingFace):
         return None

@@ -25,9 +25,7 @@ inline void micro_kernel(int64_t K, const float* A, int64_t row, int64_t column,
   for (int64_t k = 0; k < K; ++k) {
     Vec b[N];
 #pragma GCC unroll 4
-    for (int j = 0; j < N; ++j) {
-      b[j] = load(B + j * W);
-    }
+    for (int j = 0; j < N; ++j) b[j] = load(B + j * W);
 #pragma GCC unroll 12
     for (int i = 0; i < M; ++i) {
       const Vec a = all(A[i * row]);
